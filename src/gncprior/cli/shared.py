@@ -1,0 +1,20 @@
+"""What commands share: groups of the help, options of the same meaning, the closing words."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Group, Parameter
+
+START = Group("Start here", sort_key=0)
+FIGURES = Group("Figures of the paper", sort_key=3)
+OPTIONS = Group("Options", sort_key=9)
+
+Out = Annotated[Path, Parameter(help="Folder for the files; made if missing.")]
+Quick = Annotated[bool, Parameter(help="Coarser grids: seconds instead of a minute.", negative="")]
+
+
+def report(files: Iterable[Path]) -> None:
+    """Say where the files are."""
+    for file in files:
+        print(f"  wrote {file}")
