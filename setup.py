@@ -8,6 +8,7 @@ built, and why not the rest, is written to `gncprior/native/build.txt` for `gncp
 
 import os
 import platform
+import subprocess
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -44,6 +45,14 @@ def kernels(variant: str) -> Extension:
     )
 
 
+def reason(error: Exception) -> str:
+    """One line: the compiler's own exit code rather than its whole command."""
+    cause = error.__context__
+    if isinstance(cause, subprocess.CalledProcessError):
+        return f"{cause.cmd[0]} failed with exit code {cause.returncode}; pip install -v shows why"
+    return " ".join(str(error).split())
+
+
 class BuildKernels(build_ext):
     """Builds what can be built and keeps a record of the rest."""
 
@@ -72,7 +81,7 @@ class BuildKernels(build_ext):
                 raise RuntimeError("the kernels need GCC or Clang")
             super().build_extension(ext)
         except Exception as error:
-            self.record[variant] = "not built: " + " ".join(str(error).split())
+            self.record[variant] = f"not built: {reason(error)}"
             self.warn(f"kernels {variant} {self.record[variant]}")
         else:
             self.record[variant] = "built"
