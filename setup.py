@@ -88,7 +88,7 @@ class BuildKernels(build_ext):
 
     def get_ext_filename(self, fullname):
         """No Python version in the name: the library does not depend on it."""
-        return os.path.join(*fullname.split(".")) + (".dll" if os.name == "nt" else ".so")
+        return os.path.join(*fullname.split(".")) + (".pyd" if os.name == "nt" else ".so")
 
     def get_export_symbols(self, ext):
         """None: there is no PyInit function."""

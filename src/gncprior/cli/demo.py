@@ -15,7 +15,7 @@ def demo(*, out: Out = Path("out/demo")) -> None:
     **Example:** `gncprior demo --out out/demo`
     """
     begin = time.perf_counter()
-    print("Smoothing a Gaussian mixture and following its minimisers (about a quarter minute) ...")
+    print("Smoothing a Gaussian mixture and following its minimisers ...", flush=True)
     from gncprior.experiments.mixture import run
 
     files = run(out, quick=True)

@@ -28,7 +28,7 @@ def info() -> None:
         "data": _data(),
     }
     for name, fact in facts.items():
-        print(f"{name:10}{fact}")
+        print(f"{name:10}{' '.join(fact.split())}")
 
 
 def _build_record(note: Path) -> str:
