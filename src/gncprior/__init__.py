@@ -10,11 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gncprior.errors import GncpriorError as GncpriorError
+    from gncprior.mixtures import GaussianMixture as GaussianMixture
+    from gncprior.mixtures import convexity_threshold as convexity_threshold
+    from gncprior.mixtures import empirical as empirical
+    from gncprior.mixtures import gnc_flow as gnc_flow
 
 # Public name -> module of the package that defines it. The block above repeats it for type checkers
 # and editors; a test compares the two.
 _PUBLIC = {
     "GncpriorError": "errors",
+    "GaussianMixture": "mixtures",
+    "convexity_threshold": "mixtures",
+    "empirical": "mixtures",
+    "gnc_flow": "mixtures",
 }
 
 __all__ = sorted(_PUBLIC)  # noqa: PLE0605  (the table is the one place to extend)

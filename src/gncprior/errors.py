@@ -4,6 +4,5 @@
 class GncpriorError(Exception):
     """An expected failure; its text is one sentence that says what was wrong and what to do.
 
-    The command prints that sentence and exits with code 2. Programming errors (a wrong type or
-    shape handed to a function) stay the usual `TypeError` and `ValueError`.
+    The command prints that sentence and exits with code 2.
     """

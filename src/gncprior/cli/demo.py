@@ -10,7 +10,7 @@ def demo(*, out: Out = Path("out/demo")) -> None:
     """Show the idea on a small example, and where its picture is.
 
     Smooths a Gaussian mixture on the line by t in [1e-4, 1] (a variance) until its energy is
-    convex, follows the minimiser back to the sharp energy from 1000 starts, and draws the outcome.
+    convex, follows the minimiser back to the sharp energy from many starts, and draws it all.
 
     **Example:** `gncprior demo --out out/demo`
     """

@@ -11,7 +11,7 @@ FIGURES = Group("Figures of the paper", sort_key=3)
 OPTIONS = Group("Options", sort_key=9)
 
 Out = Annotated[Path, Parameter(help="Folder for the files; made if missing.")]
-Quick = Annotated[bool, Parameter(help="Coarser grids: seconds instead of a minute.", negative="")]
+Quick = Annotated[bool, Parameter(help="Coarser grids: a draft in seconds.", negative="")]
 
 
 def report(files: Iterable[Path]) -> None:
