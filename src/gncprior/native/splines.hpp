@@ -1,0 +1,282 @@
+// Piecewise quartic functions given by tables (included by kernels.hpp, inside namespace gnc).
+//
+// A table of a function with N knots has N + 2 rows of 5 coefficients, stored coefficient by
+// coefficient: a[k][row].  Row 1 + i serves z ∈ [i − ½, i + ½], row 0 all z < 0 and row N + 1 all
+// z > N − 1, where z = x/γ + (N − 1)/2.  The value is Σ_k a_k s^k with s = z − clamp(round z).
+
+constexpr int ORDER = 5;
+constexpr int REGISTER_ROWS = 64;  // rows that the AVX-512 look-up keeps in registers
+
+struct Table {
+    const float* a;  // ORDER × rows; null where only `place` is needed
+    int knots;
+    float inverse_gamma;
+#if defined(__AVX512F__)
+    alignas(64) float padded[ORDER][REGISTER_ROWS] = {};  // what fits in registers, laid out once
+#endif
+    Table(const float* table, int n, float inverse) : a(table), knots(n), inverse_gamma(inverse) {
+#if defined(__AVX512F__)
+        for (int k = 0; a && k < ORDER; ++k)
+            std::memcpy(padded[k], a + k * rows(), sizeof(float) * std::min(rows(), REGISTER_ROWS));
+#endif
+    }
+    int rows() const { return knots + 2; }
+};
+
+// Where x falls: the row and the position in it.
+struct Place {
+    int row;
+    float s;
+};
+
+inline Place place(const Table& t, float x) {
+    const float last = static_cast<float>(t.knots - 1);
+    const float z = x * t.inverse_gamma + 0.5f * last;
+    const float inside = z > 0.0f ? (z < last ? z : last) : 0.0f;  // NaN goes to 0
+    const int i = static_cast<int>(inside + 0.5f);
+    const int knot = i < t.knots ? i : t.knots - 1;
+    return {z < 0.0f ? 0 : (z > last ? t.knots + 1 : knot + 1), z - static_cast<float>(knot)};
+}
+
+// Value and the first two derivatives in s, by Horner's scheme carried on.
+template <class V>
+struct Jet {
+    V p, d, dd;
+    Jet(V a0, V a1, V a2, V a3, V a4, V s) {
+        p = a4;
+        d = p;
+        p = p * s + a3;
+        dd = d;
+        d = d * s + p;
+        p = p * s + a2;
+        dd = dd * s + d;
+        d = d * s + p;
+        p = p * s + a1;
+        dd = dd * s + d;
+        d = d * s + p;
+        p = p * s + a0;
+    }
+};
+
+// What is wanted of a spline: pointers to rows of φ, φ', φ''; null where not wanted.
+struct Outputs {
+    float* value;
+    float* slope;
+    float* curvature;
+    Outputs at(i64 i) const {
+        return {value ? value + i : value, slope ? slope + i : slope,
+                curvature ? curvature + i : curvature};
+    }
+};
+
+template <bool P, bool D, bool DD>
+inline void evaluate_scalar(const Table& t, const float* x, i64 n, Outputs out) {
+    const int rows = t.rows();
+    for (i64 i = 0; i < n; ++i) {
+        const Place at = place(t, x[i]);
+        const float* a = t.a + at.row;
+        const Jet<float> jet(a[0], a[rows], a[2 * rows], a[3 * rows], a[4 * rows], at.s);
+        if (P) out.value[i] = jet.p;
+        if (D) out.slope[i] = jet.d * t.inverse_gamma;
+        if (DD) out.curvature[i] = 2.0f * jet.dd * t.inverse_gamma * t.inverse_gamma;
+    }
+}
+
+#if defined(__AVX512F__)
+
+// 64 rows of one coefficient in four registers; a look-up is two permutes and a blend.
+struct RegisterColumn {
+    __m512 a, b, c, d;
+    explicit RegisterColumn(const float* p)
+        : a(_mm512_load_ps(p)), b(_mm512_load_ps(p + 16)), c(_mm512_load_ps(p + 32)),
+          d(_mm512_load_ps(p + 48)) {}
+    __m512 operator()(__m512i row, __mmask16 high) const {
+        return _mm512_mask_blend_ps(high, _mm512_permutex2var_ps(a, row, b),
+                                    _mm512_permutex2var_ps(c, row, d));
+    }
+};
+
+template <bool P, bool D, bool DD, bool STREAM>
+void evaluate_registers(const Table& t, const float* x, i64 n, Outputs out) {
+    const RegisterColumn a0(t.padded[0]), a1(t.padded[1]), a2(t.padded[2]), a3(t.padded[3]),
+        a4(t.padded[4]);
+    const float* tail = t.a + t.knots + 1;
+    const __m512 gain = _mm512_set1_ps(t.inverse_gamma);
+    const __m512 gain2 = _mm512_set1_ps(2.0f * t.inverse_gamma * t.inverse_gamma);
+    const __m512 last = _mm512_set1_ps(static_cast<float>(t.knots - 1));
+    const __m512 middle = _mm512_set1_ps(0.5f * static_cast<float>(t.knots - 1));
+    for (i64 i = 0; i < n; i += 16) {
+        const __mmask16 lanes = n - i >= 16 ? 0xFFFF : static_cast<__mmask16>((1u << (n - i)) - 1);
+        const __m512 z = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(lanes, x + i), gain, middle);
+        // max returns its second operand for NaN, so the row is always a legal one
+        const __m512 inside = _mm512_min_ps(_mm512_max_ps(z, _mm512_setzero_ps()), last);
+        const __m512i knot = _mm512_cvtps_epi32(inside);
+        const __m512 s = _mm512_sub_ps(z, _mm512_cvtepi32_ps(knot));
+        const __mmask16 below = _mm512_cmp_ps_mask(z, _mm512_setzero_ps(), _CMP_LT_OQ);
+        const __mmask16 above = _mm512_cmp_ps_mask(z, last, _CMP_GT_OQ);
+        const __m512i row =
+            _mm512_maskz_add_epi32(static_cast<__mmask16>(~below), knot, _mm512_set1_epi32(1));
+        const __mmask16 high = _mm512_test_epi32_mask(row, _mm512_set1_epi32(32));
+        __m512 c0 = _mm512_setzero_ps(), c1 = a1(row, high), c2 = a2(row, high);
+        __m512 c3 = a3(row, high), c4 = a4(row, high);
+        if (P) c0 = a0(row, high);
+        if (__builtin_expect(above != 0, 0)) {  // the 65th row: one broadcast, seldom needed
+            const int r = t.rows();
+            c0 = _mm512_mask_mov_ps(c0, above, _mm512_set1_ps(tail[0]));
+            c1 = _mm512_mask_mov_ps(c1, above, _mm512_set1_ps(tail[r]));
+            c2 = _mm512_mask_mov_ps(c2, above, _mm512_set1_ps(tail[2 * r]));
+            c3 = _mm512_mask_mov_ps(c3, above, _mm512_set1_ps(tail[3 * r]));
+            c4 = _mm512_mask_mov_ps(c4, above, _mm512_set1_ps(tail[4 * r]));
+        }
+        const Jet<__m512> jet(c0, c1, c2, c3, c4, s);
+        if (STREAM) {
+            if (P) _mm512_stream_ps(out.value + i, jet.p);
+            if (D) _mm512_stream_ps(out.slope + i, jet.d * gain);
+            if (DD) _mm512_stream_ps(out.curvature + i, jet.dd * gain2);
+        } else {
+            if (P) _mm512_mask_storeu_ps(out.value + i, lanes, jet.p);
+            if (D) _mm512_mask_storeu_ps(out.slope + i, lanes, jet.d * gain);
+            if (DD) _mm512_mask_storeu_ps(out.curvature + i, lanes, jet.dd * gain2);
+        }
+    }
+}
+
+#elif defined(__AVX2__)
+
+template <bool P, bool D, bool DD>
+void evaluate_gather(const Table& t, const float* x, i64 n, Outputs out) {
+    const __m256 gain = _mm256_set1_ps(t.inverse_gamma);
+    const __m256 gain2 = _mm256_set1_ps(2.0f * t.inverse_gamma * t.inverse_gamma);
+    const __m256 last = _mm256_set1_ps(static_cast<float>(t.knots - 1));
+    const __m256 middle = _mm256_set1_ps(0.5f * static_cast<float>(t.knots - 1));
+    const __m256 zero = _mm256_setzero_ps();
+    const int rows = t.rows();
+    i64 i = 0;
+    for (; i + 8 <= n; i += 8) {
+        const __m256 z = _mm256_fmadd_ps(_mm256_loadu_ps(x + i), gain, middle);
+        const __m256 inside = _mm256_min_ps(_mm256_max_ps(z, zero), last);
+        const __m256i knot = _mm256_cvtps_epi32(inside);
+        const __m256 s = _mm256_sub_ps(z, _mm256_cvtepi32_ps(knot));
+        // comparisons give −1 where true: below moves one row down, above one row up
+        const __m256i below = _mm256_castps_si256(_mm256_cmp_ps(z, zero, _CMP_LT_OQ));
+        const __m256i above = _mm256_castps_si256(_mm256_cmp_ps(z, last, _CMP_GT_OQ));
+        const __m256i row = _mm256_sub_epi32(
+            _mm256_add_epi32(_mm256_add_epi32(knot, _mm256_set1_epi32(1)), below), above);
+        const Jet<__m256> jet(P ? _mm256_i32gather_ps(t.a, row, 4) : zero,
+                              _mm256_i32gather_ps(t.a + rows, row, 4),
+                              _mm256_i32gather_ps(t.a + 2 * rows, row, 4),
+                              _mm256_i32gather_ps(t.a + 3 * rows, row, 4),
+                              _mm256_i32gather_ps(t.a + 4 * rows, row, 4), s);
+        if (P) _mm256_storeu_ps(out.value + i, jet.p);
+        if (D) _mm256_storeu_ps(out.slope + i, jet.d * gain);
+        if (DD) _mm256_storeu_ps(out.curvature + i, jet.dd * gain2);
+    }
+    evaluate_scalar<P, D, DD>(t, x + i, n - i, out.at(i));
+}
+
+#endif
+
+template <bool P, bool D, bool DD>
+inline void evaluate_some(const Table& t, const float* x, i64 n, Outputs out, bool stream) {
+#if defined(__AVX512F__)
+    if (t.knots < REGISTER_ROWS) {
+        stream ? evaluate_registers<P, D, DD, true>(t, x, n, out)
+               : evaluate_registers<P, D, DD, false>(t, x, n, out);
+        return;
+    }
+#elif defined(__AVX2__)
+    evaluate_gather<P, D, DD>(t, x, n, out);
+    return;
+#endif
+    (void)stream;
+    evaluate_scalar<P, D, DD>(t, x, n, out);
+}
+
+// φ, φ', φ'' (those with a pointer) of n numbers.  `stream` writes past the caches; it needs outputs
+// aligned to 64 bytes and n a multiple of 16.
+inline void evaluate(const Table& t, const float* x, i64 n, Outputs out, bool stream = false) {
+    const bool p = out.value, d = out.slope, dd = out.curvature;
+    if (p && d && dd) evaluate_some<true, true, true>(t, x, n, out, stream);
+    else if (p && d) evaluate_some<true, true, false>(t, x, n, out, stream);
+    else if (p && dd) evaluate_some<true, false, true>(t, x, n, out, stream);
+    else if (d && dd) evaluate_some<false, true, true>(t, x, n, out, stream);
+    else if (p) evaluate_some<true, false, false>(t, x, n, out, stream);
+    else if (d) evaluate_some<false, true, false>(t, x, n, out, stream);
+    else if (dd) evaluate_some<false, false, true>(t, x, n, out, stream);
+}
+
+// Σ φ(x_i), in pieces short enough for a float sum.
+inline double evaluate_sum(const Table& t, const float* x, i64 n) {
+    alignas(64) float value[256];
+    double total = 0;
+    for (i64 i = 0; i < n; i += 256) {
+        const i64 m = std::min<i64>(256, n - i);
+        evaluate(t, x + i, m, {value, nullptr, nullptr});
+        float part[8] = {};
+        i64 k = 0;
+        for (; k + 8 <= m; k += 8)
+            for (int l = 0; l < 8; ++l) part[l] += value[k + l];
+        for (; k < m; ++k) part[0] += value[k];
+        for (int l = 0; l < 8; ++l) total += part[l];
+    }
+    return total;
+}
+
+// The moments Σ_i g_i s_i^k of every row: the transpose of `evaluate`.  A row's five sums lie in one
+// 8-vector, so a number costs one load, add and store; four copies in turn keep neighbouring pixels,
+// which often fall into the same row, from waiting for each other.
+class Moments {
+  public:
+    explicit Moments(int rows) : rows_(rows), copies_(static_cast<std::size_t>(4 * rows)) {}
+
+    void add(const Table& t, const float* x, const float* g, i64 n) {
+        const v8 one = {1, 1, 1, 1, 1, 1, 1, 1};
+        const i8 odd = {0, -1, 0, -1, 0, 0, 0, 0};
+        const i8 square = {0, 0, -1, -1, 0, 0, 0, 0};
+        const i8 fourth = {0, 0, 0, 0, -1, 0, 0, 0};
+        int row[16];
+        float s[16], s2[16], s4[16], weight[16];
+        for (i64 i = 0; i < n; i += 16) {
+            const int m = static_cast<int>(std::min<i64>(16, n - i));
+            const float last = static_cast<float>(t.knots - 1);
+            for (int l = 0; l < m; ++l) weight[l] = g ? g[i + l] : 1.0f;
+            for (int l = 0; l < m; ++l) {  // `place` written without branches, so that it vectorises
+                const float z = x[i + l] * t.inverse_gamma + 0.5f * last;
+                float inside = z > 0.0f ? z : 0.0f;
+                inside = inside < last ? inside : last;
+                const int knot = static_cast<int>(inside + 0.5f);
+                s[l] = z - static_cast<float>(knot);
+                row[l] = knot + 1 - (z < 0.0f) + (z > last);
+                s2[l] = s[l] * s[l];
+                s4[l] = s2[l] * s2[l];
+            }
+            for (int l = 0; l < m; ++l) {
+                const v8 a = odd ? splat8(s[l]) : one;
+                const v8 b = square ? splat8(s2[l]) : one;
+                const v8 c = fourth ? splat8(s4[l]) : one;
+                v8& sum = copies_[static_cast<std::size_t>(4 * row[l] + (l & 3))].v;
+                sum += splat8(weight[l]) * a * b * c;
+            }
+        }
+    }
+
+    // Adds what was gathered to out[k][row] and starts again from zero.
+    void flush(double* out) {
+        for (int r = 0; r < rows_; ++r)
+            for (int c = 0; c < 4; ++c) {
+                v8& sum = copies_[static_cast<std::size_t>(4 * r + c)].v;
+                for (int k = 0; k < ORDER; ++k) out[k * rows_ + r] += sum[k];
+                sum = v8{};
+            }
+    }
+
+  private:
+    typedef float v8 __attribute__((vector_size(32), aligned(4)));
+    typedef int i8 __attribute__((vector_size(32)));
+    struct Sum {
+        v8 v{};
+    };
+    static v8 splat8(float a) { return a - v8{}; }
+    int rows_;
+    std::vector<Sum> copies_;
+};
