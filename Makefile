@@ -11,6 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 NATIVE := $(wildcard src/gncprior/native/*.cpp src/gncprior/native/*.hpp)
 INPUTS := pyproject.toml setup.py constraints.txt $(NATIVE)
 # Stamps: an environment is touched again only when one of INPUTS changed.
+VENV := .venv/.stamp-venv
 USE := .venv/.stamp-use
 DEV := .venv/.stamp-dev
 FIGURES := mixture
@@ -51,18 +52,19 @@ clean: ## remove everything that was made here, .venv included
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Some systems ship Python without ensurepip; their pip can then fill the environment from outside.
-$(BIN)/python:
+$(VENV):
 	@[ -n "$(PYTHON)" ] || { echo "gncprior needs Python 3.11 or later: name one with make PYTHON=..." >&2; exit 2; }
 	@echo "Making .venv with $$($(PYTHON) --version) ..."
 	@$(PYTHON) -m venv .venv >/dev/null 2>&1 || { \
-		$(PYTHON) -m venv --clear --without-pip .venv && $(PYTHON) -m pip --python $@ install --quiet pip; }
+		$(PYTHON) -m venv --clear --without-pip .venv && $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
+	@touch $@
 
-$(USE): $(INPUTS) | $(BIN)/python
+$(USE): $(INPUTS) | $(VENV)
 	@echo "Installing gncprior and torch into .venv (once; this can take some minutes) ..."
 	@$(PIP) -e '.[plot]'
 	@touch $@
 
-$(DEV): $(INPUTS) | $(BIN)/python
+$(DEV): $(INPUTS) | $(VENV)
 	@echo "Installing gncprior and its development tools into .venv (once; this can take some minutes) ..."
 	@$(PIP) -e '.[dev]'
 	@touch $(USE) $@
