@@ -86,7 +86,7 @@ class _WeightGrad(torch.autograd.Function):
             return kernels.weight_grad(x, r, size)
         # correlate x with r, images and channels changing places
         extended = _extend(x, size).transpose(0, 1)
-        return F.conv2d(extended, r.transpose(0, 1)).transpose(0, 1)
+        return F.conv2d(extended, r.transpose(0, 1)).transpose(0, 1).contiguous()
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:

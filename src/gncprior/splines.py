@@ -21,6 +21,7 @@ Two primitives suffice, and they are closed under differentiation:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -89,13 +90,24 @@ def tables_of(c: Tensor, clip: Tensor | None = None) -> Tensor:
     The curvature of the two tails is set to zero where it is negative, or, for a derivative in t̂ of
     another table, where the curvature of that table (``clip``) is.
     """
-    basis = torch.tensor(_BASIS, dtype=c.dtype, device=c.device)
-    rows = (c.unfold(-1, ORDER, 1) @ basis.T).transpose(-1, -2)
-    tails = rows[..., [0, -1]]
-    convex = (tails if clip is None else clip[..., [0, -1]])[..., 2:3, :] > 0
-    zero = torch.zeros_like(tails[..., 3:, :])
-    tails = torch.cat([tails[..., :2, :], tails[..., 2:3, :] * convex, zero], dim=-2)
-    return torch.cat([tails[..., :1], rows, tails[..., 1:]], dim=-1)
+    knots = c.shape[-1] - 2 * GHOSTS
+    tables = (c @ _to_tables(knots, c.dtype, c.device)).unflatten(-1, (ORDER, knots + 2))
+    curvature = (tables if clip is None else clip)[..., 2, :: knots + 1]
+    keep = torch.ones_like(tables)
+    keep[..., 2, :: knots + 1] = (curvature > 0).to(c.dtype)
+    return tables * keep
+
+
+@cache
+def _to_tables(knots: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The linear map from coefficients (N+4) to tables (5·(N+2)), tails not yet clipped."""
+    basis = torch.tensor(_BASIS, dtype=torch.float64)
+    matrix = torch.zeros(knots + 2 * GHOSTS, ORDER, knots + 2, dtype=torch.float64)
+    for i in range(knots):
+        matrix[i : i + ORDER, :, i + 1] = basis.T
+    for tail, end in ((0, 1), (knots + 1, knots)):  # value, slope and curvature at the end knots
+        matrix[:, :3, tail] = matrix[:, :3, end]
+    return matrix.flatten(1).to(dtype=dtype, device=device)
 
 
 def differentiate(tables: Tensor, inverse_gamma: Tensor) -> Tensor:
