@@ -175,7 +175,7 @@ class _Evaluate(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, tables: Tensor, inverse_gamma: Tensor) -> Tensor:
         ctx.save_for_backward(x, tables, inverse_gamma)
         if kernels.serve(x, tables, inverse_gamma):
-            out = torch.empty_like(x)
+            out = kernels.empty_like(x)
             kernels.evaluate(x, tables, inverse_gamma, (out, None, None))
             return out
         return _evaluate_reference(x, tables, inverse_gamma)

@@ -148,13 +148,24 @@ def _check(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def _is_channels_last(x: Tensor) -> bool:
+    if x.is_contiguous() or x.dim() != 4:
+        return False
+    return x.is_contiguous(memory_format=torch.channels_last)
+
+
 def _layout(x: Tensor) -> tuple[Tensor, bool]:
     """x in a layout the kernels read as it is, and whether that is channels-last."""
-    if x.is_contiguous():
-        return x, False
-    if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
-        return x, True
-    return x.contiguous(), False
+    last = _is_channels_last(x)
+    return (x if last else x.contiguous()), last
+
+
+def empty_like(x: Tensor) -> Tensor:
+    """Memory for a result in the layout in which the kernels read x."""
+    last = _is_channels_last(x)
+    return torch.empty_like(
+        x, memory_format=torch.channels_last if last else torch.contiguous_format
+    )
 
 
 def _pointer(t: Tensor | None) -> int | None:
@@ -174,10 +185,12 @@ def evaluate(
     _check(tables.shape[:3] == (images, channels, 5), "tables do not fit x")
     _check(inverse_gamma.shape == (images, channels), "inverse_gamma does not fit x")
     for out in outputs:
-        _check(
-            out is None or (out.shape == x.shape and _layout(out)[1] == last and serve(out)),
-            "an output differs from x in shape, type or layout",
-        )
+        if out is not None:
+            same = _is_channels_last(out) if last else out.is_contiguous()
+            _check(
+                out.shape == x.shape and same and serve(out),
+                "an output differs from x in shape, type or layout",
+            )
     tables, inverse_gamma = tables.contiguous(), inverse_gamma.contiguous()
     _library().gnc_evaluate(
         x.data_ptr(), tables.data_ptr(), inverse_gamma.data_ptr(), images, channels,
