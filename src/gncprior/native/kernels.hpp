@@ -69,3 +69,5 @@ class Scratch {
 }  // namespace gnc
 
 #include "interface.hpp"
+
+#include "baseline.hpp"

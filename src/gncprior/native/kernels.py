@@ -36,13 +36,16 @@ _SIGNATURES: dict[str, list[type]] = {
     "gnc_weight_grad": _CONVOLUTION,
     "gnc_first_layer": [*[_POINTER] * 5, *[_INT64] * 7, _INT, _INT, _POINTER, _POINTER, _INT],
     "gnc_read_once_write_twice": [_POINTER, _INT64, _POINTER, _POINTER, _INT],
+    "gnc_local_bases": [*[_POINTER] * 3, *[_INT64] * 3, _INT, _POINTER, _POINTER, _INT],
 }
 
 
 @cache
 def _open(name: str) -> ctypes.CDLL:
     """The library of one variant; raises OSError with the reason where it cannot be had."""
-    files = sorted(p for p in _HERE.glob(f"_kernels_{name}.*") if p.suffix in (".so", ".pyd", ".dylib"))
+    files = sorted(
+        p for p in _HERE.glob(f"_kernels_{name}.*") if p.suffix in (".so", ".pyd", ".dylib")
+    )
     if not files:
         note = _HERE / "build.txt"
         built = note.read_text(encoding="utf-8").strip() if note.exists() else "it was not compiled"
@@ -287,7 +290,25 @@ def first_layer(
 
 def read_once_write_twice(x: Tensor, a: Tensor, b: Tensor) -> None:
     """The floor for spline kernels: a ← x + x, b ← x·x."""
-    _check(x.is_contiguous() and a.is_contiguous() and b.is_contiguous() and serve(x, a, b), "dense")
+    _check(
+        x.is_contiguous() and a.is_contiguous() and b.is_contiguous() and serve(x, a, b), "dense"
+    )
     _library().gnc_read_once_write_twice(
         x.data_ptr(), x.numel(), a.data_ptr(), b.data_ptr(), torch.get_num_threads()
     )
+
+
+def local_bases(x: Tensor, c: Tensor, inverse_gamma: Tensor, value: Tensor, slope: Tensor) -> None:
+    """The usual algorithm for φ and φ', five basis functions a pixel, from coefficients c (B, C, N+4).
+
+    It is what spline kernels are measured against; nothing else uses it.
+    """
+    arrays = (x, c, inverse_gamma, value, slope)
+    _check(serve(*arrays) and all(t.is_contiguous() for t in arrays), "dense")
+    images, channels, coefficients = c.shape
+    _check(x.shape[:2] == (images, channels) == inverse_gamma.shape, "coefficients do not fit x")
+    _check(x.shape == value.shape == slope.shape, "an output differs from x in shape")
+    _library().gnc_local_bases(
+        x.data_ptr(), c.data_ptr(), inverse_gamma.data_ptr(), images, channels, x[0, 0].numel(),
+        coefficients - 4, value.data_ptr(), slope.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
