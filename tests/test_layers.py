@@ -14,12 +14,12 @@ PACKAGE = Path(gncprior.__file__).parent
 
 # Rooms in the order of the theory. A package is one room. New rooms are added where they belong.
 ROOMS = """
-    errors buffers
-    schedules mixtures native splines filters images metrics checkpoints
-    prior
+    errors buffers adjoint
+    schedules mixtures native splines filters images metrics
+    prior checkpoints
     fidelity
     solvers unrolled
-    score_matching optimizers datasets training
+    score_matching calibration optimizers datasets training
     restore
     plots interop experiments web
     cli __main__
