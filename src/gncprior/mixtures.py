@@ -82,7 +82,9 @@ class GaussianMixture:
     @property
     def covariances(self) -> Tensor:
         """Σ_i = Q_i diag(λ_i) Q_iᵀ, (n, d, d)."""
-        return self._matrix(self.variances)
+        if self.basis is None:
+            return torch.diag_embed(self.variances)
+        return torch.einsum("iaj,ij,ibj->iab", self.basis, self.variances, self.basis)
 
     def diameter(self) -> float:
         """The largest distance between two means."""
@@ -112,7 +114,11 @@ class GaussianMixture:
         # Covariances are centred before they are squared: far away or at tiny t the products of
         # uncentred terms would cancel. √r goes inside: where r vanishes u may be huge.
         c = r.sqrt().unsqueeze(-1) * (self._rotate(terms.u) - self._mean(r, terms.u))
-        mean = self._matrix(r.unsqueeze(-1) / terms.s).sum(0)
+        weighted = r.unsqueeze(-1) / terms.s
+        if self.basis is None:
+            mean = torch.diag_embed(weighted.sum(0))
+        else:
+            mean = torch.einsum("iaj,i...j,ibj->...ab", self.basis, weighted, self.basis)
         return (mean - torch.einsum("i...a,i...b->...ab", c, c)).to(x.dtype)
 
     def dt(self, x: Tensor, t: float | Tensor) -> Tensor:
@@ -138,10 +144,10 @@ class GaussianMixture:
         t = 0 draws from p itself; t may also be one value per sample.
         """
         i = torch.multinomial(self.weights, count, replacement=True, generator=generator)
-        t = torch.as_tensor(t, dtype=torch.float64).unsqueeze(-1)
+        t = torch.as_tensor(t, dtype=torch.float64, device=i.device).unsqueeze(-1)
         if not bool((t >= 0).all()):
             raise GncpriorError("t must not be negative")
-        n = torch.randn(count, self.dim, dtype=torch.float64, generator=generator)
+        n = torch.randn(count, self.dim, dtype=torch.float64, device=i.device, generator=generator)
         y = (self.variances[i] + t).sqrt() * n
         if self.basis is not None:
             y = torch.einsum("kab,kb->ka", self.basis[i], y)
@@ -182,12 +188,6 @@ class GaussianMixture:
     def _mean(self, r: Tensor, v: Tensor) -> Tensor:
         """E_r[Q v]: average over the components of vectors given in their eigenbases."""
         return self._rotate(r.unsqueeze(-1) * v).sum(0)
-
-    def _matrix(self, diagonal: Tensor) -> Tensor:
-        """Q_i diag(·) Q_iᵀ, (n, ..., d, d)."""
-        if self.basis is None:
-            return torch.diag_embed(diagonal)
-        return torch.einsum("iaj,i...j,ibj->i...ab", self.basis, diagonal, self.basis)
 
 
 _EXACT_DISTANCES = "donot_use_mm_for_euclid_dist"  # the faster formula cancels for close points
@@ -254,8 +254,9 @@ def sharp_bound(mixture: GaussianMixture) -> float:
     unequal covariances no bound in terms of the diameter exists: two centred Gaussians of
     different variance have diameter zero and an energy that is not convex.
     """
-    covariances = mixture.covariances
-    if not torch.allclose(covariances, covariances[:1].expand_as(covariances)):
+    covariances = mixture.variances if mixture.basis is None else mixture.covariances
+    difference = float((covariances - covariances[:1]).abs().max())
+    if difference > 1e-9 * float(mixture.variances.max()):
         raise GncpriorError("the sharp bound holds for equal covariances only")
     return max(0.0, mixture.diameter() ** 2 / 4 - float(mixture.variances.min()))
 
