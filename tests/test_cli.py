@@ -119,7 +119,8 @@ def test_help_is_grouped(capsys):
     assert cli.main(["--help"]) == 0
     out = capsys.readouterr().out
     titles = re.findall(r"╭─ (.*?) ─", out)
-    assert titles == ["Start here", "Figures of the paper", "Options"]
+    assert (titles[0], titles[-1]) == ("Start here", "Options")
+    assert "Figures of the paper" in titles
     assert "--debug" in out
 
 
