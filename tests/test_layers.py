@@ -19,7 +19,7 @@ ROOMS = """
     prior checkpoints sensitivities
     fidelity
     solvers unrolled
-    score_matching calibration optimizers datasets runs training
+    score_matching calibration optimizers datasets runs workers training
     restore
     plots interop experiments web
     cli __main__

@@ -9,11 +9,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gncprior.checkpoints import load as load
     from gncprior.errors import GncpriorError as GncpriorError
     from gncprior.mixtures import GaussianMixture as GaussianMixture
     from gncprior.mixtures import convexity_threshold as convexity_threshold
     from gncprior.mixtures import empirical as empirical
     from gncprior.mixtures import gnc_flow as gnc_flow
+    from gncprior.prior import Architecture as Architecture
+    from gncprior.prior import Prior as Prior
 
 # Public name -> module of the package that defines it. The block above repeats it for type checkers
 # and editors; a test compares the two.
@@ -23,6 +26,9 @@ _PUBLIC = {
     "convexity_threshold": "mixtures",
     "empirical": "mixtures",
     "gnc_flow": "mixtures",
+    "Architecture": "prior",
+    "Prior": "prior",
+    "load": "checkpoints",
 }
 
 __all__ = sorted(_PUBLIC)  # noqa: PLE0605  (the table is the one place to extend)

@@ -1,0 +1,144 @@
+"""`gncprior train` and `gncprior inspect`: make a prior, and look at one."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, make_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Group, Parameter
+
+from gncprior.recipes import Recipe
+
+if TYPE_CHECKING:
+    from typing import Any as Flags
+else:
+    # One flag for every field of a recipe; None where it is not given.
+    Flags = make_dataclass(
+        "Flags",
+        [
+            (
+                f.name,
+                Annotated[
+                    type(f.default) | None,
+                    Parameter(
+                        help=f.metadata["help"], group=Group(f.metadata["group"], sort_key=20)
+                    ),
+                ],
+                None,
+            )
+            for f in fields(Recipe)
+        ],
+        frozen=True,
+        namespace={"__module__": __name__},
+    )
+
+
+def train(
+    *,
+    data: Annotated[
+        Path | None,
+        Parameter(help="Folder of images, or of BSDS500; else $GNCPRIOR_DATA, else a download."),
+    ] = None,
+    out: Annotated[Path, Parameter(help="Folder of the run; made if missing.")] = Path("out/train"),
+    recipe: Annotated[
+        str | None, Parameter(help="fast, paper, or a TOML file; flags go on top. [default: fast]")
+    ] = None,
+    resume: Annotated[
+        bool, Parameter(help="Go on with the run in --out, to the same result.", negative="")
+    ] = False,
+    dry_run: Annotated[
+        bool, Parameter(help="Show all choices, the size and the time; then stop.", negative="")
+    ] = False,
+    device: Annotated[str, Parameter(help="cpu or cuda.")] = "cpu",
+    flags: Annotated[Flags | None, Parameter(name="*")] = None,
+) -> None:
+    """Train a prior R_L(x, t) by joint score matching, on BSDS500 or on a folder of images.
+
+    Writes OUT/prior.safetensors, with the log and checkpoints beside it. An interrupted run (Ctrl-C,
+    SIGTERM, power) goes on with --resume. Several processes share a batch under
+    `torchrun --nproc-per-node 2 -m gncprior train ...`.
+
+    **Example:** `gncprior train --layers 1 --data pictures --out out/r1`
+    """
+    from gncprior import training
+    from gncprior.datasets import open_dataset
+    from gncprior.runs import RunFolder
+
+    chosen = _recipe(recipe, flags, RunFolder(out).read_recipe() if resume else None)
+    first = os.environ.get("RANK", "0") == "0"
+    if dry_run:
+        seconds = training.step_seconds(chosen, device)
+        if first:
+            parameters = sum(p.numel() for p in training.State(chosen).params)
+            print(chosen.to_toml())
+            print(f"{parameters} parameters; {1e3 * seconds:.0f} ms a step on noise, so about "
+                  f"{_duration(seconds * chosen.steps)} for {chosen.steps} steps.")  # fmt: skip
+        return
+    images = open_dataset(data, chosen.channels)
+    if first:
+        print(f"Training on {len(images[0])} images ({images[0].title}), "
+              f"validating on {len(images[1])} ({images[1].title}).", flush=True)  # fmt: skip
+    with _progress(chosen.steps, first) as watch:
+        outcome = training.train(chosen, *images, out, resume=resume, device=device, watch=watch)
+    if not first:
+        return
+    if outcome.stopped_by is not None:
+        print(f"Stopped at step {outcome.step}; go on with --resume --out {out}.")
+        raise SystemExit(128 + outcome.stopped_by)
+    print(f"  wrote {outcome.prior_file}")
+
+
+def _recipe(name: str | None, flags: Any, stored: Recipe | None) -> Recipe:
+    """The recipe with flags on top; when a run is resumed, the one it was started with."""
+    from gncprior.recipes import read_recipe
+
+    given = {} if flags is None else {k: v for k, v in vars(flags).items() if v is not None}
+    base = stored if name is None and stored is not None else read_recipe(name or "fast")
+    return base.changed(given, "The command")
+
+
+def _duration(seconds: float) -> str:
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.0f} seconds"
+
+
+@contextmanager
+def _progress(steps: int, first: bool) -> Iterator[Any]:
+    """A watcher of events: a bar on a terminal, else one line per validation."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(quiet=not first)
+    bar = Progress(
+        BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[words]}"), TimeRemainingColumn(),
+        console=console, disable=not console.is_terminal,
+    )  # fmt: skip
+    task = bar.add_task("train", total=steps, words="")
+
+    def watch(event: dict[str, Any]) -> None:
+        kind = event["event"]
+        if kind in ("start", "step"):
+            bar.update(task, completed=event["step"])
+        elif kind == "progress":
+            words = f"loss {event['loss']:.4f}  {event['patches_per_second']:.0f} patches/s"
+            bar.update(task, words=words)
+        elif kind == "validation":
+            scores = "  ".join(f"{v:.3f}" for k, v in event.items() if k.startswith("psnr"))
+            console.print(f"step {event['step']}: PSNR at σ = 5, 15, 25, 50/255: {scores} dB")
+        elif kind == "skipped":
+            console.print(f"step {event['step']}: gradient not finite, skipped")
+        elif kind == "damaged":
+            console.print(event["why"])
+
+    with bar:
+        yield watch
