@@ -20,7 +20,8 @@ ROOMS = """
     fidelity
     solvers unrolled
     score_matching calibration optimizers datasets runs workers training
-    restore
+    unrolled_learning finetuning
+    restore evaluation
     plots interop experiments web
     cli __main__
 """.split()  # noqa: SIM905  (one line per floor reads better)

@@ -1,0 +1,150 @@
+"""`gncprior evaluate`: PSNR and SSIM on a set of images, by the protocol of `gncprior.evaluation`."""
+
+import json as json_format
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from gncprior.cli.levels import parse_level, parse_levels, parse_shares
+from gncprior.errors import GncpriorError
+
+if TYPE_CHECKING:
+    from gncprior.unrolled import Schedules
+
+Sigma = Annotated[
+    str, Parameter(help="Noise level σ in [0, 1]: 0.1, 25/255, or several with commas between.")
+]
+Missing = Annotated[str, Parameter(help="Share of missing pixels in (0, 1), or several.")]
+Data = Annotated[
+    Path | None,
+    Parameter(help="Folder with BSDS68 or BSDS500, or of any images; else $GNCPRIOR_DATA."),
+]
+Threads = Annotated[int | None, Parameter(help="Threads to use. [default: all]")]
+
+
+def evaluate(
+    *,
+    task: Annotated[Literal["denoise", "inpaint"], Parameter(help="What to restore.")] = "denoise",
+    sigma: Sigma = "0.1",
+    missing: Missing = "0.8",
+    prior: Annotated[str, Parameter(help="Name of a shipped prior, or a file.")] = "r1",
+    method: Annotated[
+        Literal["learned", "scheduled", "joint", "tweedie"],
+        Parameter(help="How the smoothing t is chosen; tweedie is one step."),
+    ] = "learned",
+    steps: Annotated[int, Parameter(help="Number of steps I.")] = 10,
+    t0: Annotated[
+        str | None,
+        Parameter(
+            help="First smoothing variance of scheduled and joint. [default: σ², or the largest]"
+        ),
+    ] = None,
+    schedule: Annotated[
+        Path | None, Parameter(help="File of learned schedules. [default: beside the prior]")
+    ] = None,
+    data: Data = None,
+    image_set: Annotated[
+        Literal["test", "val"],
+        Parameter(name="--set", help="BSDS68, or the 32 images of BSDS500 kept for choosing."),
+    ] = "test",
+    limit: Annotated[int | None, Parameter(help="Only the first images.")] = None,
+    threads: Threads = None,
+    json: Annotated[Path | None, Parameter(help="Also write all numbers to this file.")] = None,
+) -> None:
+    """Measure PSNR, SSIM and time of a method on a set of images.
+
+    Noise and masks depend only on the position of an image in the order of file names, so every
+    method sees the same ones. PSNR is in dB, of the result as it is and clipped to [0, 1].
+
+    **Example:** `gncprior evaluate --sigma 15/255,25/255 --prior r1 --method tweedie --data pictures`
+    """
+    levels = parse_levels(sigma) if task == "denoise" else parse_shares(missing)
+    start = None if t0 is None else parse_level(t0, "smoothing variance")
+    if limit is not None and limit < 1:
+        raise GncpriorError(f"At least one image must be evaluated, not {limit}.")
+
+    from gncprior import evaluation
+    from gncprior.checkpoints import load_prior, write_file
+
+    use_threads(threads)
+    model = load_prior(prior)
+    images = evaluation.open_images(data, image_set, model.architecture.channels)
+    learned = _schedules(schedule, prior, task, steps, model) if method == "learned" else None
+    count = len(images) if limit is None else min(limit, len(images))
+    reports = []
+    with progress_bar(count * len(levels), "images") as advance:
+        for level in levels:
+            restore = evaluation.restoration(
+                model, task, level, method, steps=steps, t0=start, learned=learned
+            )
+            scores = evaluation.evaluate(
+                images, task, level, restore, limit=limit, done=lambda _: advance()
+            )
+            settings = {
+                "task": task,
+                "level": level,
+                "prior": prior,
+                "method": method,
+                "steps": 1 if method == "tweedie" else steps,
+                "t0": start,
+                "images": images.title,
+                "count": count,
+            }
+            reports.append(evaluation.report(scores, settings))
+    _table(reports)
+    if json is not None:
+        write_file(json, json_format.dumps(reports, indent=1).encode())
+        print(f"  wrote {json}")
+
+
+def use_threads(threads: int | None) -> None:
+    """Let torch and the kernels use this many threads."""
+    if threads is None:
+        return
+    if threads < 1:
+        raise GncpriorError(f"At least one thread is needed, not {threads}.")
+    import torch
+
+    torch.set_num_threads(threads)
+
+
+@contextmanager
+def progress_bar(total: int, what: str) -> Iterator[Callable[[], None]]:
+    """A bar with the time left on stderr; nothing where that is not a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(
+        *columns, console=console, disable=not console.is_terminal, transient=True
+    ) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)
+
+
+def _schedules(file: Path | None, prior: str, task: str, steps: int, model: Any) -> "Schedules":
+    from gncprior.unrolled import load_schedules, schedules_path
+
+    path = schedules_path(prior, task, steps) if file is None else file
+    if not path.is_file():
+        raise GncpriorError(
+            f"There are no learned schedules in {path}: learn them with `gncprior learn-schedule`, "
+            "or choose another number of steps or method."
+        )
+    return load_schedules(path, model)
+
+
+def _table(reports: list[dict[str, Any]]) -> None:
+    first = reports[0]["settings"]
+    name = "sigma" if first["task"] == "denoise" else "missing"
+    print(f"{first['task']}, {first['count']} images ({first['images']}), prior {first['prior']}, "
+          f"{first['method']}, {first['steps']} steps")  # fmt: skip
+    print(f"{name:>8} {'PSNR':>8} {'clipped':>8} {'SSIM':>8} {'s/image':>8}")
+    for report in reports:
+        mean = report["mean"]
+        print(f"{report['settings']['level']:8.4f} {mean['psnr']:8.3f} {mean['psnr_clipped']:8.3f} "
+              f"{mean['ssim']:8.4f} {mean['seconds']:8.3f}")  # fmt: skip
