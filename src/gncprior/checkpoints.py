@@ -48,16 +48,20 @@ def write_file(path: Path, data: bytes) -> None:
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
-        folder = os.open(path.parent, os.O_RDONLY)  # the new name must reach the disk too
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        if os.name == "posix":  # the new name must reach the disk too
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
     except OSError as error:
-        why = error.strerror or str(error)
-        raise GncpriorError(
-            f"Cannot write {path}: {why}; make room there or choose another folder."
-        ) from error
+        raise unwritable(path, error) from error
+
+
+def unwritable(path: Path, error: OSError) -> GncpriorError:
+    """What to say of a full disk, a read-only folder and the like."""
+    why = error.strerror or str(error)
+    return GncpriorError(f"Cannot write {path}: {why}; make room or choose another folder.")
 
 
 def write_tensors(

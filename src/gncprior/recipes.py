@@ -74,9 +74,10 @@ class Recipe:
         for f in fields(self):
             value: Any = getattr(self, f.name)
             kind = type(f.default)
+            right = type(value) is kind
             if kind is float and type(value) is int:
                 object.__setattr__(self, f.name, float(value))
-            elif type(value) is not kind or (kind is float and not math.isfinite(value)):
+            elif not right or not math.isfinite(value):
                 words = {int: "a whole number", float: "a number", bool: "true or false"}
                 raise GncpriorError(f"{f.name} must be {words[kind]}, not {value!r}.")
         positive = ("patch", "batch", "steps", "log_every", "gain")

@@ -16,11 +16,10 @@ import dataclasses
 import math
 import signal
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,15 +34,13 @@ from gncprior.metrics import psnr
 from gncprior.optimizers import AdaBelief, Average, cosine
 from gncprior.prior import Architecture, Prior
 from gncprior.recipes import Recipe
-from gncprior.runs import RunFolder
+from gncprior.runs import Event, RunFolder
 from gncprior.score_matching import ScoreMatching
 from gncprior.workers import Workers, signals
 
 SIGMAS = (5, 15, 25, 50)  # of validation, in grey levels of 255
 MAX_SKIPPED = 5  # steps in a row without a finite gradient
 CALIBRATION_IMAGES = 40
-
-Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -159,7 +156,7 @@ def train(
     training = training.at_least(recipe.patch)
     with ExitStack() as stack:
         workers = stack.enter_context(Workers(device))
-        run = stack.enter_context(RunFolder(out)) if workers.rank == 0 else None
+        run = stack.enter_context(RunFolder(out, watch)) if workers.rank == 0 else None
         received = stack.enter_context(signals())
         state = State(recipe, workers.device)
         facts = {"title": training.title, "images": len(training), "digest": training.digest()}
@@ -168,7 +165,7 @@ def train(
         counters = torch.tensor(state.counters, device=workers.device)
         workers.share([*state.tensors().values(), counters])
         state.counters = counters.tolist()
-        loop = _Loop(state, training, validation, workers, run, facts, watch)
+        loop = _Loop(state, training, validation, workers, run, facts)
         stopped = loop.go(received)
         if stopped is not None:
             return Outcome(state.step, {}, None, stopped)
@@ -186,7 +183,8 @@ def _begin(run: RunFolder, state: State, facts: Event, resume: bool) -> None:
     found = run.restore() if resume else None
     if found is not None:
         tensors, header = found
-        if differing := state.recipe.differing(Recipe(**header["recipe"])):
+        started = Recipe().changed(header["recipe"], f"The run in {run.folder}")
+        if differing := state.recipe.differing(started):
             raise GncpriorError(
                 f"The run in {run.folder} was started with other values of {', '.join(differing)}: "
                 "resume it with the same, or start another in a new folder."
@@ -205,10 +203,10 @@ class _Loop:
 
     def __init__(
         self, state: State, training: Dataset, validation: Dataset, workers: Workers,
-        run: RunFolder | None, facts: Event, watch: Callable[[Event], None] | None,
+        run: RunFolder | None, facts: Event,
     ) -> None:  # fmt: skip
         self.state, self.training, self.validation = state, training, validation
-        self.workers, self.run, self.facts, self.watch = workers, run, facts, watch
+        self.workers, self.run, self.facts = workers, run, facts
         recipe = state.recipe
         self.objective = ScoreMatching(
             state.prior,
@@ -226,37 +224,27 @@ class _Loop:
             {"event": "start", "step": state.step, "steps": recipe.steps, "data": self.facts}
         )
         self._save()  # a folder that cannot be written to is met before the work
-        sums, since, begin = np.zeros(3), state.step, time.monotonic()
+        meter = Meter(recipe.batch)
         while state.step < recipe.steps:
             gradient, terms, stop = self._gradient(bool(received))
-            if not state.advance(gradient):
+            if state.advance(gradient):
+                meter.add(terms)
+            else:
                 self._skipped()
-            sums += terms
-            self._watch({"event": "step", "step": state.step, "loss": float(sum(terms))})
-            if state.step % recipe.log_every == 0 or state.step == recipe.steps:
-                seconds, steps = time.monotonic() - begin, state.step - since
-                x, t, edge = (sums / steps).tolist()
-                self._tell({
-                    "event": "progress", "step": state.step, "loss": x + t + edge, "x": x, "t": t,
-                    "boundary": edge, "rate": state.rate_factor, "skipped": state.skipped,
-                    "patches_per_second": steps * recipe.batch / seconds,
-                })  # fmt: skip
-                sums, since, begin = np.zeros(3), state.step, time.monotonic()
-            if (
-                recipe.validate_every
-                and state.step % recipe.validate_every == 0 < recipe.steps - state.step
-            ):
-                paused = time.monotonic()
-                self._validate(state.averaged())
-                begin += time.monotonic() - paused
+            last = state.step == recipe.steps
+            if self.run is not None and self.run.watch is not None:
+                self.run.watch({"event": "step", "step": state.step})
+            if last or state.step % recipe.log_every == 0:
+                facts = {"rate": state.rate_factor, "skipped": state.skipped}
+                self._tell({"event": "progress", "step": state.step, **meter.read(), **facts})
+            if recipe.validate_every and state.step % recipe.validate_every == 0 and not last:
+                with meter.paused():
+                    self._validate(state.averaged())
+            if stop or last or time.monotonic() - self.saved_at >= recipe.save_seconds:
+                self._save()
             if stop:
-                self._save()
-                number = received[0] if received else signal.SIGTERM
                 self._tell({"event": "stopped", "step": state.step})
-                return number
-            if time.monotonic() - self.saved_at >= recipe.save_seconds:
-                self._save()
-        self._save()
+                return received[0] if received else signal.SIGTERM
         return None
 
     def finish(self, run: RunFolder) -> Outcome:
@@ -331,14 +319,46 @@ class _Loop:
     def _tell(self, event: Event) -> None:
         if self.run is not None:
             self.run.note(event)
-        self._watch(event)
-
-    def _watch(self, event: Event) -> None:
-        if self.watch is not None and self.run is not None:
-            self.watch(event)
 
 
 # ---------------------------------------------------------------- gauges
+
+
+class Meter:
+    """The mean terms of the loss and the throughput since they were read last."""
+
+    def __init__(self, batch: int) -> None:
+        self._batch = batch
+        self._restart()
+
+    def _restart(self) -> None:
+        self._sums, self._steps, self._begin = np.zeros(3), 0, time.monotonic()
+
+    def add(self, terms: np.ndarray) -> None:
+        self._sums += terms
+        self._steps += 1
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time that does not count."""
+        begin = time.monotonic()
+        yield
+        self._begin += time.monotonic() - begin
+
+    def read(self) -> dict[str, float]:
+        """Nothing if no step was taken."""
+        if not self._steps:
+            return {}
+        x, t, boundary = (self._sums / self._steps).tolist()
+        rate = self._steps * self._batch / (time.monotonic() - self._begin)
+        self._restart()
+        return {
+            "loss": x + t + boundary,
+            "x": x,
+            "t": t,
+            "boundary": boundary,
+            "patches_per_second": rate,
+        }
 
 
 @torch.no_grad()
@@ -366,7 +386,7 @@ def step_seconds(recipe: Recipe, device: str = "cpu", repeats: int = 2) -> float
     noise = Dataset("noise", ("noise",), (pixels,))
     times = []
     with Workers(device) as workers:
-        loop = _Loop(State(recipe, workers.device), noise, noise, workers, None, {}, None)
+        loop = _Loop(State(recipe, workers.device), noise, noise, workers, None, {})
         for _ in range(repeats + 1):  # the first one allocates
             begin = time.perf_counter()
             loop.state.advance(loop._gradient(False)[0])

@@ -129,7 +129,7 @@ def _progress(steps: int, first: bool) -> Iterator[Any]:
         kind = event["event"]
         if kind in ("start", "step"):
             bar.update(task, completed=event["step"])
-        elif kind == "progress":
+        elif kind == "progress" and "loss" in event:
             words = f"loss {event['loss']:.4f}  {event['patches_per_second']:.0f} patches/s"
             bar.update(task, words=words)
         elif kind == "validation":
