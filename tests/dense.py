@@ -20,8 +20,12 @@ EPS = torch.finfo(torch.float32).eps
 
 @pytest.fixture(autouse=True)
 def as_at_the_start() -> Iterator[None]:
-    """Kernels and threads are state of the process: a test may change them for itself only."""
+    """Kernels and threads are state of the process: a test may change them for itself only.
+
+    One thread unless a test wants more: on small tensors more only wait for each other.
+    """
     threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield
     kernels.select(os.environ.get(kernels.ENVIRONMENT_VARIABLE, ""))
     torch.set_num_threads(threads)
