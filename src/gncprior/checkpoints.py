@@ -1,8 +1,8 @@
 """Priors and other tensors as files: safetensors with a JSON header, never a pickle.
 
-A file holds named tensors and, in its metadata, two strings: ``gncprior`` is a JSON object that says
-what the tensors are (``format``, ``kind``, and whatever the writer knows: architecture, recipe, data,
-scores), ``sha256`` a digest over that text and over name, type, shape and bytes of every tensor.
+A file holds named tensors and, in its metadata under ``gncprior``, a JSON object that says what they
+are: ``format``, ``kind``, whatever the writer knows (architecture, recipe, data, scores), and
+``sha256``, a digest over all of that and over name, type, shape and bytes of every tensor.
 A file is written beside its place and renamed into it when it is safe on the disk, so that there is
 the old file or the new one and never half of one; a file that was damaged later does not pass the
 digest.  Whatever is wrong with a file is said in one sentence.
@@ -69,8 +69,9 @@ def write_tensors(
 ) -> None:
     """Write tensors and a JSON-able header to one file."""
     plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    text = json.dumps({"format": FORMAT, **header}, sort_keys=True, ensure_ascii=False)
-    metadata = {"gncprior": text, "sha256": _digest(plain, text)}
+    header = {"format": FORMAT, **header}
+    # one entry, because several have no fixed order and the same content should be the same file
+    metadata = {"gncprior": _text({**header, "sha256": _digest(plain, header)})}
     write_file(Path(path), save(plain, metadata))
 
 
@@ -91,9 +92,8 @@ def read_tensors(path: Path | str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise GncpriorError(
             f"{path} is no safetensors file, or it is damaged: only whole {SUFFIX} files are read."
         ) from error
-    text = metadata.get("gncprior", "")
     try:
-        header = json.loads(text)
+        header = json.loads(metadata.get("gncprior", ""))
     except (ValueError, RecursionError):
         header = None
     if not isinstance(header, dict):
@@ -103,13 +103,17 @@ def read_tensors(path: Path | str) -> tuple[dict[str, Tensor], dict[str, Any]]:
             f"{path} has format {header.get('format')!r} but this version reads {FORMAT}: "
             "update gncprior or write the file again."
         )
-    if metadata.get("sha256") != _digest(tensors, text):
+    if header.pop("sha256", None) != _digest(tensors, header):
         raise GncpriorError(f"{path} is damaged: its content does not match its checksum.")
     return tensors, header
 
 
-def _digest(tensors: Mapping[str, Tensor], text: str) -> str:
-    digest = hashlib.sha256(text.encode())
+def _text(header: Mapping[str, Any]) -> str:
+    return json.dumps(header, sort_keys=True)
+
+
+def _digest(tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> str:
+    digest = hashlib.sha256(_text(header).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -143,9 +147,8 @@ def load_prior(name_or_path: str | Path) -> Prior:
     architecture = _architecture(path, header.get("architecture"))
     # The number of tensors bounds the layers before anything is built, and a model without memory
     # gives names and shapes: an absurd header costs nothing.
-    per_layer = 3 if architecture.scaled else 2
-    if architecture.layers * per_layer != len(tensors):
-        raise GncpriorError(f"{path} has {len(tensors)} tensors, not those of {architecture}.")
+    if architecture.layers > len(tensors):
+        raise GncpriorError(f"{path} has {len(tensors)} tensors for {architecture.layers} layers.")
     with torch.device("meta"):
         prior = Prior(architecture, header)
     expected = {name: tuple(t.shape) for name, t in prior.state_dict().items()}
@@ -206,9 +209,10 @@ def _architecture(path: Path, fields: Any) -> Architecture:
         if type(value) not in wanted:
             raise GncpriorError(f"{path} has {name} = {value!r} in its architecture.")
     try:
-        return Architecture(**fields)
-    except GncpriorError as error:
-        raise GncpriorError(f"{path} has an impossible architecture: {error}") from error
+        return Architecture(**{name: types[name](value) for name, value in fields.items()})
+    except (GncpriorError, OverflowError) as error:
+        why = str(error).rstrip(".")
+        raise GncpriorError(f"{path} has an impossible architecture: {why}.") from error
 
 
 def _check_values(path: Path | str, tensors: Mapping[str, Tensor]) -> None:
