@@ -27,7 +27,7 @@ ENVIRONMENT_VARIABLE = "GNCPRIOR_KERNELS"
 
 _HERE = Path(__file__).parent
 _POINTER, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-_CONVOLUTION = [_POINTER, _POINTER, *[_INT64] * 7, _POINTER, _INT]
+_CONVOLUTION: list[type] = [_POINTER, _POINTER, *[_INT64] * 7, _POINTER, _INT]
 _SIGNATURES: dict[str, list[type]] = {
     "gnc_evaluate": [*[_POINTER] * 3, *[_INT64] * 3, _INT, _INT, *[_POINTER] * 3, _INT],
     "gnc_scatter": [*[_POINTER] * 3, *[_INT64] * 3, _INT, _INT, _POINTER, _INT],
@@ -135,9 +135,11 @@ def select(name: str) -> None:
 
 def serve(*tensors: Tensor) -> bool:
     """Whether the native kernels can take these tensors: float32 in this machine's memory."""
-    return _choice.library is not None and all(
-        t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors
-    )
+    return _choice.library is not None and _float32(*tensors)
+
+
+def _float32(*tensors: Tensor | None) -> bool:
+    return all(t is None or (t.dtype == torch.float32 and t.device.type == "cpu") for t in tensors)
 
 
 def _library() -> ctypes.CDLL:
@@ -185,13 +187,14 @@ def evaluate(
     """
     x, last = _layout(x)
     images, channels = x.shape[:2]
+    _check(_float32(x, tables, inverse_gamma), "kernels need float32 arrays")
     _check(tables.shape[:3] == (images, channels, 5), "tables do not fit x")
     _check(inverse_gamma.shape == (images, channels), "inverse_gamma does not fit x")
     for out in outputs:
         if out is not None:
             same = _is_channels_last(out) if last else out.is_contiguous()
             _check(
-                out.shape == x.shape and same and serve(out),
+                out.shape == x.shape and same and _float32(out),
                 "an output differs from x in shape, type or layout",
             )
     tables, inverse_gamma = tables.contiguous(), inverse_gamma.contiguous()
@@ -211,6 +214,8 @@ def scatter(x: Tensor, g: Tensor | None, inverse_gamma: Tensor, knots: int) -> T
         if other != last:
             g = g.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
     images, channels = x.shape[:2]
+    _check(_float32(x, g, inverse_gamma), "kernels need float32 arrays")
+    _check(inverse_gamma.shape == (images, channels), "inverse_gamma does not fit x")
     moments = torch.empty(images, channels, 5, knots + 2, dtype=torch.float64)
     inverse_gamma = inverse_gamma.contiguous()
     _library().gnc_scatter(
@@ -223,7 +228,7 @@ def scatter(x: Tensor, g: Tensor | None, inverse_gamma: Tensor, knots: int) -> T
 
 def _convolution(name: str, a: Tensor, b: Tensor, sizes: tuple[int, ...], out: Tensor) -> Tensor:
     a, b = a.contiguous(), b.contiguous()
-    _check(out.is_contiguous() and serve(a, b, out), "kernels need dense float32 arrays")
+    _check(out.is_contiguous() and _float32(a, b, out), "kernels need dense float32 arrays")
     getattr(_library(), name)(
         a.data_ptr(), b.data_ptr(), *sizes, out.data_ptr(), torch.get_num_threads()
     )
@@ -276,7 +281,7 @@ def first_layer(
     _check(all(s.shape == tables.shape for s in sum_tables), "sum_tables do not fit")
     _check(grad is None or (grad.shape == x.shape and grad.is_contiguous()), "grad does not fit x")
     families = torch.stack(list(sum_tables)).contiguous() if sum_tables else None
-    _check(serve(x, w, tables, *sum_tables), "kernels need float32 arrays")
+    _check(_float32(x, w, tables, inverse_gamma, grad, *sum_tables), "kernels need float32 arrays")
     tables, inverse_gamma = tables.contiguous(), inverse_gamma.contiguous()
     sums = torch.empty(len(sum_tables), images, dtype=torch.float64)
     _library().gnc_first_layer(
@@ -291,7 +296,7 @@ def first_layer(
 def read_once_write_twice(x: Tensor, a: Tensor, b: Tensor) -> None:
     """The floor for spline kernels: a ← x + x, b ← x·x."""
     _check(
-        x.is_contiguous() and a.is_contiguous() and b.is_contiguous() and serve(x, a, b), "dense"
+        x.is_contiguous() and a.is_contiguous() and b.is_contiguous() and _float32(x, a, b), "dense"
     )
     _library().gnc_read_once_write_twice(
         x.data_ptr(), x.numel(), a.data_ptr(), b.data_ptr(), torch.get_num_threads()
@@ -304,7 +309,7 @@ def local_bases(x: Tensor, c: Tensor, inverse_gamma: Tensor, value: Tensor, slop
     It is what spline kernels are measured against; nothing else uses it.
     """
     arrays = (x, c, inverse_gamma, value, slope)
-    _check(serve(*arrays) and all(t.is_contiguous() for t in arrays), "dense")
+    _check(_float32(*arrays) and all(t.is_contiguous() for t in arrays), "dense")
     images, channels, coefficients = c.shape
     _check(x.shape[:2] == (images, channels) == inverse_gamma.shape, "coefficients do not fit x")
     _check(x.shape == value.shape == slope.shape, "an output differs from x in shape")
