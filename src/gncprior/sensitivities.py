@@ -1,13 +1,17 @@
-r"""How ∇R answers to x and to t̂: what back-propagation through a gradient step needs.
+r"""How ∇R answers to x, to t̂ and to its parameters: what back-propagation through a gradient step needs.
 
-For a direction v, one sweep gives
+For a direction v, one sweep forward and one back give the derivatives of ⟨∇_xR(x,t̂), v⟩:
 
-.. math:: ∇^2_xR(x,\hat t)\,v \qquad\text{and}\qquad ⟨v, ∂_{\hat t}∇_xR(x,\hat t)⟩ .
+.. math:: ∇^2_xR\,v,\qquad ⟨∂_{\hat t}∇_xR, v⟩, \qquad ∂_θ⟨∇_xR, v⟩ .
 
-With u_l = K_l h_{l−1}, h_l = φ_l(u_l), the derivatives in the direction v are u̇_l = K_l ḣ_{l−1},
-ḣ_l = φ_l'(u_l)·u̇_l.  Going back, a_l = K_{l+1}ᵀ g_{l+1} with a_L = 1 and g_l = φ_l'·a_l, and in the
-direction v, ġ_l = φ_l''·u̇_l·a_l + φ_l'·ȧ_l.  Then ∇²R v = K_1ᵀ ġ_1, and since
-∂R/∂t̂ = Σ_l ⟨a_l, ∂_t̂φ_l(u_l)⟩, the second is Σ_l ⟨ȧ_l, ∂_t̂φ_l⟩ + ⟨a_l, ∂_t̂φ_l'·u̇_l⟩.
+With u_l = K_l h_{l−1} and h_l = φ_l(u_l), the rates in the direction v are u̇_l = K_l ḣ_{l−1} and
+ḣ_l = φ_l'(u_l)·u̇_l, and ⟨∇R, v⟩ = Ṙ = ⟨1, φ_L'·u̇_L⟩.  Going back, with a_L = 1 and ȧ_L = 0,
+
+    g_l = φ_l'·a_l,    ġ_l = φ_l''·u̇_l·a_l + φ_l'·ȧ_l,    a_{l−1} = K_lᵀ g_l,    ȧ_{l−1} = K_lᵀ ġ_l,
+
+and ∇²R v = ȧ_0.  A function φ_l enters Ṙ by Σ ȧ_l·φ_l(u_l) + u̇_l·a_l·φ_l'(u_l), so that sum with
+∂_t̂φ_l in its place is the derivative in t̂, and its moments are those in the weights of φ_l; the
+filters enter by ∂⟨K_l ḣ_{l−1}, g_l⟩ + ∂⟨K_l h_{l−1}, ġ_l⟩.
 """
 
 from __future__ import annotations
@@ -16,21 +20,24 @@ import torch
 from torch import Tensor
 
 from gncprior.buffers import Buffers
-from gncprior.filters import convolve_into, convolve_transpose_into
+from gncprior.filters import convolve_into, convolve_transpose_into, weight_grad, zero_mean
 from gncprior.prior import Prior
-from gncprior.splines import evaluate_into
+from gncprior.splines import differentiate_transpose, evaluate_into, scatter
 
 
 @torch.no_grad()
 def gradient_adjoint(
-    prior: Prior, x: Tensor, t_hat: Tensor, v: Tensor, *, buffers: Buffers | None = None
-) -> tuple[Tensor, Tensor]:
+    prior: Prior, x: Tensor, t_hat: Tensor, v: Tensor,
+    *, buffers: Buffers | None = None, parameters: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """∇²R(x,t̂) v, in memory of ``buffers``, and ⟨v, ∂_t̂∇R(x,t̂)⟩ per image, (B,) in float64.
 
-    t̂ is one value per image, (B,).
+    t̂ is one value per image, (B,).  With ``parameters`` the derivative of ⟨∇R, v⟩, summed over images,
+    is added to ``grad`` of every parameter.
     """
     buffers = Buffers() if buffers is None else buffers
-    layers = prior.collapse(t_hat, derivatives=1)
+    with torch.set_grad_enabled(parameters):  # the small map from weights to tables is autograd's
+        layers = prior.collapse(t_hat, derivatives=1)
     filters = prior.kernels()
     last = len(filters) - 1
     shape = (len(x), prior.architecture.filters, *x.shape[2:])
@@ -39,32 +46,60 @@ def gradient_adjoint(
         return buffers.get(name, shape, x)
 
     h, dh = x.contiguous(), v.contiguous()
-    sweeps: list[tuple[Tensor, ...]] = []
+    inputs, u, du, slope, curvature = [(h, dh)], [], [], [], []
     for i, (k, phi) in enumerate(zip(filters, layers, strict=True)):
-        u = convolve_into(h, k, features(f"u {i}"))
-        du = convolve_into(dh, k, features("du"))
-        rate, bent_rate = features(f"rate {i}"), features(f"bent rate {i}")
-        only_slope = i == last  # ȧ_L = 0: the value of ∂_t̂φ_L is not needed
-        evaluate_into(u, phi.tables[1], phi.inverse_gamma, None if only_slope else rate, bent_rate)
-        h, bend = features("h"), features(f"bend {i}")
-        evaluate_into(u, phi.tables[0], phi.inverse_gamma, h if i < last else None, u, bend)
-        slope = u  # φ' has taken the place of u
-        bent_rate.mul_(du)
-        bend.mul_(du)
-        dh = du.mul_(slope)
-        sweeps.append((slope, bend, rate, bent_rate))
-    slope, bend, _, bent_rate = sweeps[last]
-    mixed = _total(bent_rate)
-    g, dg = slope, bend
-    for i in reversed(range(last)):
-        a = convolve_transpose_into(g, filters[i + 1], features("h"))
-        da = convolve_transpose_into(dg, filters[i + 1], features("du"))
-        slope, bend, rate, bent_rate = sweeps[i]
-        mixed += _total(rate.mul_(da)) + _total(bent_rate.mul_(a))
-        dg = bend.mul_(a).addcmul_(slope, da)
-        g = slope.mul_(a)
-    product = convolve_transpose_into(dg, filters[0], buffers.get("product", x.shape, x))
+        u.append(convolve_into(h, k, features(f"u {i}")))
+        du.append(convolve_into(dh, k, features(f"du {i}")))
+        slope.append(features(f"slope {i}"))
+        curvature.append(features(f"curvature {i}"))
+        outputs = (features(f"h {i}") if i < last else None, slope[i], curvature[i])
+        evaluate_into(u[i], phi.tables[0], phi.inverse_gamma, *outputs)
+        if i < last:
+            h, dh = features(f"h {i}"), torch.mul(slope[i], du[i], out=features(f"dh {i}"))
+            inputs.append((h, dh))
+
+    mixed = torch.zeros(len(x), dtype=torch.float64, device=x.device)
+    a: Tensor | None = None
+    da: Tensor | None = None
+    product: Tensor | None = None
+    table_grads: list[Tensor] = []
+    for i in reversed(range(last + 1)):
+        phi, k = layers[i], filters[i]
+        # u̇·a, ġ and g take the places of u̇, φ'' and φ'
+        ua = du[i] if a is None else du[i].mul_(a)
+        dg = curvature[i].mul_(ua)
+        g = slope[i]
+        if a is not None and da is not None:
+            dg.addcmul_(g, da)
+            g.mul_(a)
+        rate = None if da is None else features("rate")
+        rate_slope = features("rate slope")
+        evaluate_into(u[i], phi.tables[1].detach(), phi.inverse_gamma, rate, rate_slope)
+        mixed += _total(rate_slope.mul_(ua))
+        if rate is not None and da is not None:
+            mixed += _total(rate.mul_(da))
+        if parameters:
+            moments = scatter(u[i], ua, phi.inverse_gamma, phi.knots)
+            moments = differentiate_transpose(moments, phi.inverse_gamma)
+            if da is not None:
+                moments = moments + scatter(u[i], da, phi.inverse_gamma, phi.knots)
+            table_grads.insert(0, moments.to(x.dtype))
+            size = (k.shape[-2], k.shape[-1])
+            grad = weight_grad(inputs[i][1], g, size) + weight_grad(inputs[i][0], dg, size)
+            _add(prior.filters[i], zero_mean(grad) if i == 0 else grad)
+        if i:
+            a = convolve_transpose_into(g, k, features("a"))
+            da = convolve_transpose_into(dg, k, features("da"))
+        else:
+            product = convolve_transpose_into(dg, k, buffers.get("product", x.shape, x))
+    if parameters:
+        torch.autograd.backward([phi.tables[0] for phi in layers], table_grads)
+    assert product is not None
     return product, mixed
+
+
+def _add(parameter: Tensor, grad: Tensor) -> None:
+    parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
 
 
 def _total(h: Tensor) -> Tensor:

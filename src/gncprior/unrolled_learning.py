@@ -13,7 +13,7 @@ and v = ∂loss/∂x_i.  Through x_i = prox_{η_iD}(w_i) it becomes w̄ = (∂pr
     ∂loss/∂t̂_i = −η_i ⟨w̄, ∂_t̂∇R⟩,
     ∂loss/∂x_{i−1} = w̄ − η_i ∇²R w̄,
 
-with the two answers of :mod:`gncprior.sensitivities`.  Only the images x_i and g_i are kept, so memory
+with the answers of :mod:`gncprior.sensitivities`.  Only the images x_i and g_i are kept, so memory
 does not depend on the features: R_3 with 30 steps takes little more than R_3 with one.
 
 So few parameters need few images, and the set of crops is fixed: the loss is a smooth function, and
@@ -23,7 +23,7 @@ L-BFGS finds its minimum in some tens of evaluations.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -87,29 +87,53 @@ def crops(
 
 @torch.no_grad()
 def squared_error(
-    prior: Prior, problem: Problem, t_hats: Tensor, etas: Tensor, buffers: Buffers
-) -> tuple[float, Tensor, Tensor]:
-    """Σ‖x_I − x̂‖² over the images, and its derivatives in t̂ and η, each (I,) in float64."""
+    prior: Prior, problem: Problem, t_hats: Tensor, etas: Tensor, buffers: Buffers,
+    *, weights: Tensor | None = None, parameters: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """‖x_I − x̂‖² of every image (B,), and its derivatives in t̂ and η, each (I, B), in float64.
+
+    t̂ and η are (I,), or (I, B) for one schedule per image.  ``weights`` (B,) multiply the errors before
+    they are differentiated; with ``parameters`` the derivatives of their sum in all parameters of the
+    prior are added to ``grad``.
+    """
     x, fidelity = problem.x0, problem.fidelity
-    times = t_hats.to(x)[:, None].expand(-1, len(x))
-    sizes = etas.tolist()
+    shape = (len(t_hats), len(x))
+    times = t_hats.to(x).view(len(t_hats), -1).expand(shape)
+    sizes = etas.to(x).view(len(etas), -1).expand(shape)
     points, slopes = [x], []
     for t_hat, eta in zip(times, sizes, strict=True):
         slopes.append(prior.grad(x, t_hat, buffers=buffers).clone())
-        x = fidelity.prox(torch.add(x, slopes[-1], alpha=-eta), eta)
+        x = fidelity.prox(torch.addcmul(x, slopes[-1], _spread(eta), value=-1), eta)
         points.append(x)
     v = x - problem.target
-    loss = float(v.square().sum(dtype=torch.float64))
-    v = 2 * v
-    dt_hats = torch.zeros(len(sizes), dtype=torch.float64)
+    errors = _total(v * v)
+    v = 2 * v if weights is None else 2 * v * _spread(weights.to(v))
+    dt_hats = torch.zeros(shape, dtype=torch.float64)
     detas = torch.zeros_like(dt_hats)
-    for i in reversed(range(len(sizes))):
-        v, deta = fidelity.prox_adjoint(points[i + 1], sizes[i], v)
-        detas[i] = deta.sum() - (v * slopes[i]).sum(dtype=torch.float64)
-        hv, mixed = gradient_adjoint(prior, points[i], times[i], v, buffers=buffers)
-        dt_hats[i] = -sizes[i] * mixed.sum()
-        v = v - sizes[i] * hv
-    return loss, dt_hats, detas
+    for i in reversed(range(len(times))):
+        v, detas[i] = fidelity.prox_adjoint(points[i + 1], sizes[i], v)
+        detas[i] -= _total(v * slopes[i])
+        # the derivatives of ⟨∇R, −ηv⟩
+        v_eta = v * -_spread(sizes[i])
+        hv, dt_hats[i] = gradient_adjoint(
+            prior, points[i], times[i], v_eta, buffers=buffers, parameters=parameters
+        )
+        v = v + hv
+    return errors, dt_hats, detas
+
+
+def _spread(per_image: Tensor) -> Tensor:
+    return per_image.view(-1, 1, 1, 1)
+
+
+def _total(x: Tensor) -> Tensor:
+    return x.flatten(1).sum(1, dtype=torch.float64)
+
+
+# ---------------------------------------------------------------- parameters
+
+
+_EDGE = 0.03  # of the range of t̂; closer to its ends the sigmoid is flat and learning slow
 
 
 class Parameters:
@@ -118,7 +142,7 @@ class Parameters:
     def __init__(self, t_hats: Tensor, etas: Tensor, t_hat_range: tuple[float, float]) -> None:
         self.low, self.high = t_hat_range
         share = (t_hats.double() - self.low) / (self.high - self.low)
-        a = torch.logit(share.clamp(1e-3, 1 - 1e-3))
+        a = torch.logit(share.clamp(_EDGE, 1 - _EDGE))
         b = etas.double().log() - t_hats.double().clamp(self.low, self.high)
         self.free = torch.stack([a, b]).requires_grad_()
 
@@ -132,14 +156,14 @@ def start_schedule(
     task: str, level: float, steps: int, t_hat_range: tuple[float, float]
 ) -> tuple[Tensor, Tensor]:
     """Where learning starts: t̂ from log σ² down by 3, or through the whole range for inpainting."""
-    first, last = (
-        (2 * math.log(level), 2 * math.log(level) - 3) if task == DENOISE else t_hat_range[::-1]
-    )
     low, high = t_hat_range
-    t_hats = torch.linspace(first, last, steps, dtype=torch.float64).clamp(low, high)
-    etas = (0.5 if task == DENOISE else 1.0) * t_hats.exp()
-    etas[-1] = t_hats[-1].exp()
-    return t_hats, etas
+    edge = _EDGE * (high - low)
+    noise = 2 * math.log(level)
+    first, last = (noise, noise - 3) if task == DENOISE else (high, low)
+    t_hats = torch.linspace(first, last, steps, dtype=torch.float64).clamp(low + edge, high - edge)
+    ratio = torch.full_like(t_hats, 0.5 if task == DENOISE else 1.0)
+    ratio[-1] = 1.0
+    return t_hats, ratio * t_hats.exp()
 
 
 def stretch(schedule: tuple[Tensor, Tensor], steps: int) -> tuple[Tensor, Tensor]:
@@ -187,9 +211,12 @@ def learn_schedule(
         """10 log10 of the mean squared error: the same minimiser, in dB."""
         nonlocal best, count
         t_hats, etas = parameters.schedule()
-        loss, dt_hats, detas = _sums(
-            squared_error(prior, p, t_hats.detach(), etas.detach(), buffers) for p in problems
-        )
+        loss, dt_hats, detas = 0.0, torch.zeros_like(t_hats), torch.zeros_like(etas)
+        for problem in problems:
+            errors, dt, de = squared_error(prior, problem, t_hats.detach(), etas.detach(), buffers)
+            loss += float(errors.sum())
+            dt_hats += dt.sum(1)
+            detas += de.sum(1)
         decibels = 10 * math.log10(loss / pixels) if math.isfinite(loss) else math.inf
         scale = 10 / (math.log(10) * loss)
         parameters.free.grad = None
@@ -215,8 +242,3 @@ def learn_schedule(
     with torch.no_grad():
         parameters.free.copy_(best[1])
         return parameters.schedule()
-
-
-def _sums(parts: Iterable[tuple[float, Tensor, Tensor]]) -> tuple[float, Tensor, Tensor]:
-    losses, dt_hats, detas = zip(*parts, strict=True)
-    return sum(losses), torch.stack(dt_hats).sum(0), torch.stack(detas).sum(0)
