@@ -36,7 +36,7 @@ from gncprior.errors import GncpriorError
 from gncprior.fidelity import Denoising, Fidelity, Inpainting
 from gncprior.prior import Prior
 from gncprior.sensitivities import gradient_adjoint
-from gncprior.unrolled import DENOISE
+from gncprior.unrolled import DENOISE, Schedules, unroll
 
 
 class SmoothFidelity(Fidelity, Protocol):
@@ -242,3 +242,71 @@ def learn_schedule(
     with torch.no_grad():
         parameters.free.copy_(best[1])
         return parameters.schedule()
+
+
+def learn_schedules(
+    prior: Prior,
+    training: Dataset,
+    validation: Dataset,
+    task: str,
+    levels: Sequence[float],
+    *,
+    steps: int,
+    count: int = 64,
+    size: int = 64,
+    evaluations: int = 40,
+    seed: int = 0,
+    start: Schedules | None = None,
+    save: Callable[[Schedules], None] | None = None,
+    callback: Callable[[float, Progress], None] | None = None,
+) -> Schedules:
+    """Schedules for several levels, each learned on ``count`` crops, from the one of the level before.
+
+    ``start``, which may have another number of steps, is taken instead where given.  ``save`` is told
+    of what there is after every level.  ``info["scores"]`` holds the PSNR of all crops together, of
+    training and of validation, in dB.
+    """
+    learned: list[tuple[Tensor, Tensor]] = []
+    scores: dict[str, dict[str, float]] = {}
+    result: Schedules | None = None
+    ordered = sorted(levels)
+    for number, level in enumerate(ordered, 1):
+        problems = crops(training, task, level, count=count, size=size, seed=seed)
+        held_out = crops(validation, task, level, count=min(count, 32), size=size, seed=seed)
+        before = _first_schedule(prior, task, level, steps, start or result)
+        tell = None if callback is None else (lambda p, level=level: callback(level, p))
+        learned.append(
+            learn_schedule(prior, problems, before, evaluations=evaluations, callback=tell)
+        )
+        scores[f"{level:.6g}"] = {
+            "training": mean_psnr(prior, problems, learned[-1]),
+            "validation": mean_psnr(prior, held_out, learned[-1]),
+            "validation before": mean_psnr(prior, held_out, before),
+        }
+        info = {"scores": scores, "crops": count, "size": size, "seed": seed}
+        t_hats, etas = (torch.stack(s) for s in zip(*learned, strict=True))
+        done = torch.tensor(ordered[:number], dtype=torch.float64)
+        result = Schedules(task, done, t_hats, etas, info)
+        if save is not None:
+            save(result)
+    if result is None:
+        raise GncpriorError("Name at least one level to learn a schedule for.")
+    return result
+
+
+def mean_psnr(prior: Prior, problems: Sequence[Problem], schedule: tuple[Tensor, Tensor]) -> float:
+    """−10 log10 of the mean squared error of all images after the unrolled steps."""
+    loss = 0.0
+    for p in problems:
+        x = unroll(prior, p.fidelity, p.x0, schedule)
+        loss += float((x - p.target).square().sum(dtype=torch.float64))
+    return -10 * math.log10(loss / sum(p.target.numel() for p in problems))
+
+
+def _first_schedule(
+    prior: Prior, task: str, level: float, steps: int, known: Schedules | None
+) -> tuple[Tensor, Tensor]:
+    if known is None:
+        return start_schedule(task, level, steps, prior.t_hat_range)
+    t_hats, etas = known.at(level)
+    return (t_hats, etas) if len(t_hats) == steps else stretch((t_hats, etas), steps)

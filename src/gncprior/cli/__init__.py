@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError, UnusedCliTokensError
 
-from gncprior.cli import demo, evaluation, figures, info, learning, shared
+from gncprior.cli import demo, evaluation, figures, info, learning, schedules, shared
 from gncprior.errors import GncpriorError
 
 # Optional package -> the extra that brings it.
@@ -46,6 +46,7 @@ app["--help"].group = app["--version"].group = shared.OPTIONS
 app.command(demo.demo, group=shared.START)
 app.command(info.info, group=shared.START)
 app.command(learning.train, group=shared.LEARNING)
+app.command(schedules.learn_schedule, group=shared.LEARNING)
 app.command(evaluation.evaluate, group=shared.LEARNING)
 app.command(figures.figure)
 

@@ -1,0 +1,88 @@
+"""`gncprior learn-schedule`: how much to smooth and how far to step, learned for a task."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+
+from gncprior.cli.evaluation import Missing, Sigma, Threads, progress_bar, use_threads
+from gncprior.cli.levels import parse_levels, parse_shares
+
+if TYPE_CHECKING:
+    from gncprior.unrolled import Schedules
+    from gncprior.unrolled_learning import Progress
+
+ALL_SIGMAS = "5/255,10/255,15/255,25/255,35/255,50/255,75/255"
+
+
+def learn_schedule(
+    *,
+    task: Annotated[Literal["denoise", "inpaint"], Parameter(help="What to restore.")] = "denoise",
+    sigma: Sigma = ALL_SIGMAS,
+    missing: Missing = "0.8",
+    prior: Annotated[str, Parameter(help="Name of a shipped prior, or a file.")] = "r1",
+    steps: Annotated[int, Parameter(help="Number of steps I; 2 I parameters are learned.")] = 10,
+    data: Annotated[
+        Path | None,
+        Parameter(help="Folder of images, or of BSDS500; else $GNCPRIOR_DATA, else a download."),
+    ] = None,
+    crops: Annotated[int, Parameter(help="Number of crops to learn from.")] = 64,
+    size: Annotated[int, Parameter(help="Height and width of a crop in pixels.")] = 64,
+    evaluations: Annotated[int, Parameter(help="Evaluations of the loss per level, at most.")] = 40,
+    seed: Annotated[int, Parameter(help="Of crops, noise and masks.")] = 0,
+    start: Annotated[
+        Path | None, Parameter(help="Schedules to start from; their number of steps may differ.")
+    ] = None,
+    threads: Threads = None,
+    out: Annotated[
+        Path | None, Parameter(help="File for the schedules. [default: beside the prior]")
+    ] = None,
+) -> None:
+    """Learn the smoothing t and the step size of every step, on pairs of clean and degraded crops.
+
+    One schedule is learned for every noise level σ (or share of missing pixels), and `denoise` and
+    `evaluate` interpolate between them. The file is written after every level.
+
+    **Example:** `gncprior learn-schedule --prior r1 --sigma 15/255,25/255 --steps 10 --data pictures`
+    """
+    levels = parse_levels(sigma) if task == "denoise" else parse_shares(missing)
+
+    from gncprior.checkpoints import load_prior
+    from gncprior.datasets import open_dataset
+    from gncprior.unrolled import Schedules, fingerprint, load_schedules, schedules_path
+    from gncprior.unrolled_learning import learn_schedules
+
+    use_threads(threads)
+    model = load_prior(prior)
+    file = schedules_path(prior, task, steps) if out is None else out
+    first = None if start is None else load_schedules(start)
+    name = Path(prior).stem
+    training, validation = open_dataset(data, model.architecture.channels)
+
+    def save(schedules: Schedules) -> None:
+        about = {"prior": name, "prior_sha256": fingerprint(model), **schedules.info}
+        Schedules(task, schedules.levels, schedules.t_hats, schedules.etas, about).save(file)
+
+    with _watch(len(levels) * evaluations) as watch:
+        schedules = learn_schedules(
+            model, training, validation, task, levels, steps=steps, count=crops, size=size,
+            evaluations=evaluations, seed=seed, start=first, save=save, callback=watch,
+        )  # fmt: skip
+    _table(schedules)
+    print(f"  wrote {file}")
+
+
+@contextmanager
+def _watch(total: int) -> Iterator[Callable[[float, "Progress"], None]]:
+    with progress_bar(total, "evaluations") as advance:
+        yield lambda _level, _progress: advance()
+
+
+def _table(schedules: "Schedules") -> None:
+    print(f"PSNR of all crops together, {schedules.task}, {schedules.steps} steps")
+    print(f"{'level':>10} {'training':>10} {'validation':>10} {'at start':>10}")
+    for level, score in schedules.info["scores"].items():
+        print(f"{level:>10} {score['training']:10.3f} {score['validation']:10.3f} "
+              f"{score['validation before']:10.3f}")  # fmt: skip
