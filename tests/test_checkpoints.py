@@ -111,10 +111,10 @@ def test_folders_and_missing_files(tmp_path, saved):
 def test_every_truncation_and_every_damaged_byte_is_noticed(saved, tmp_path):
     good = saved.read_bytes()
     bad = tmp_path / "bad.safetensors"
-    for length in [*range(0, 40), *range(40, len(good), 97), len(good) - 1]:
+    for length in [*range(40), *range(40, len(good), 97), len(good) - 1]:
         bad.write_bytes(good[:length])
         sentence(load_prior, bad)
-    for place in [*range(0, 16), *range(16, len(good), 89), len(good) - 1]:
+    for place in [*range(16), *range(16, len(good), 89), len(good) - 1]:
         bad.write_bytes(good[:place] + bytes([good[place] ^ 0x41]) + good[place + 1 :])
         sentence(load_prior, bad)
     bad.write_bytes(good)

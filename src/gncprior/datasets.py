@@ -123,7 +123,7 @@ class Dataset:
         # torch draws normal numbers three times as fast as numpy
         generator = torch.Generator().manual_seed(int(rng.integers(2**63)))
         noise = torch.randn(x.shape, generator=generator)
-        return torch.from_numpy(x).float().div_(255), noise, t_hat
+        return torch.from_numpy(np.divide(x, 255, dtype=np.float32)), noise, t_hat
 
     def _turns(self, seed: int, begin: int, count: int) -> list[int]:
         """Images number begin … begin+count−1 of the endless sequence of shuffled rounds."""
@@ -228,6 +228,7 @@ def download_bsds500(url: str = URL, checksum: str = CHECKSUM, cache: Path | Non
         archive = Path(pooch.retrieve(url, known_hash=checksum, path=cache, fname="BSDS500.zip"))
         partial = cache / "BSDS500.part"
         shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
         with zipfile.ZipFile(archive) as pack:
             pack.extractall(partial, [n for n in pack.namelist() if "/data/images/" in n])
         partial.rename(folder)  # only a whole copy gets the name
