@@ -103,7 +103,8 @@ def read_tensors(path: Path | str) -> tuple[dict[str, Tensor], dict[str, Any]]:
             f"{path} has format {header.get('format')!r} but this version reads {FORMAT}: "
             "update gncprior or write the file again."
         )
-    if header.pop("sha256", None) != _digest(tensors, header):
+    # earlier files have the digest beside the header
+    if header.pop("sha256", metadata.get("sha256")) != _digest(tensors, header):
         raise GncpriorError(f"{path} is damaged: its content does not match its checksum.")
     return tensors, header
 
