@@ -303,6 +303,18 @@ def mean_psnr(prior: Prior, problems: Sequence[Problem], schedule: tuple[Tensor,
     return -10 * math.log10(loss / sum(p.target.numel() for p in problems))
 
 
+def scores_of(
+    prior: Prior, images: Dataset, schedules: Schedules, size: int = 96
+) -> dict[str, float]:
+    """The PSNR of 32 crops together, for every level."""
+    return {
+        f"{level:.6g}": mean_psnr(
+            prior, crops(images, schedules.task, level, count=32, size=size), schedules.at(level)
+        )
+        for level in schedules.levels.tolist()
+    }
+
+
 def _first_schedule(
     prior: Prior, task: str, level: float, steps: int, known: Schedules | None
 ) -> tuple[Tensor, Tensor]:

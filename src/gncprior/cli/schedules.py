@@ -9,8 +9,12 @@ from cyclopts import Parameter
 
 from gncprior.cli.evaluation import Missing, Sigma, Threads, progress_bar, use_threads
 from gncprior.cli.levels import parse_levels, parse_shares
+from gncprior.errors import GncpriorError
 
 if TYPE_CHECKING:
+    from gncprior.datasets import Dataset
+    from gncprior.finetuning import Settings
+    from gncprior.prior import Prior
     from gncprior.unrolled import Schedules
     from gncprior.unrolled_learning import Progress
 
@@ -35,9 +39,17 @@ def learn_schedule(
     start: Annotated[
         Path | None, Parameter(help="Schedules to start from; their number of steps may differ.")
     ] = None,
+    finetune: Annotated[
+        Literal["schedule", "model"],
+        Parameter(help="What to learn: model is the prior with its schedules, from learned ones."),
+    ] = "schedule",
+    iterations: Annotated[int, Parameter(help="Batches to fine-tune a model on.")] = 2000,
+    batch: Annotated[int, Parameter(help="Crops in such a batch.")] = 14,
+    rate: Annotated[float, Parameter(help="Factor of the learning rates of fine-tuning.")] = 1.0,
     threads: Threads = None,
     out: Annotated[
-        Path | None, Parameter(help="File for the schedules. [default: beside the prior]")
+        Path | None,
+        Parameter(help="File for the schedules, or for a model. [default: beside the prior]"),
     ] = None,
 ) -> None:
     """Learn the smoothing t and the step size of every step, on pairs of clean and degraded crops.
@@ -45,9 +57,15 @@ def learn_schedule(
     One schedule is learned for every noise level σ (or share of missing pixels), and `denoise` and
     `evaluate` interpolate between them. The file is written after every level.
 
+    With `--finetune model` all parameters of the prior are learned too, for all noise levels of its
+    schedules at once (those with this number of steps, or --start); the model is written to --out and
+    its schedules beside it.
+
     **Example:** `gncprior learn-schedule --prior r1 --sigma 15/255,25/255 --steps 10 --data pictures`
     """
     levels = parse_levels(sigma) if task == "denoise" else parse_shares(missing)
+    if finetune == "model" and out is None:
+        raise GncpriorError("Say with --out where the fine-tuned model is to be written.")
 
     from gncprior.checkpoints import load_prior
     from gncprior.datasets import open_dataset
@@ -60,6 +78,18 @@ def learn_schedule(
     first = None if start is None else load_schedules(start)
     name = Path(prior).stem
     training, validation = open_dataset(data, model.architecture.channels)
+    if finetune == "model" and out is not None:
+        from gncprior.finetuning import Settings
+
+        if first is None:
+            first = load_schedules(schedules_path(prior, task, steps), model)
+        settings = Settings(
+            steps=iterations, batch=batch, size=size, seed=seed,
+            lr_filters=rate * Settings.lr_filters, lr_splines=rate * Settings.lr_splines,
+            lr_schedules=rate * Settings.lr_schedules,
+        )  # fmt: skip
+        _fine_tune(model, first, (training, validation), settings, name, out)
+        return
 
     def save(schedules: Schedules) -> None:
         about = {"prior": name, "prior_sha256": fingerprint(model), **schedules.info}
@@ -72,6 +102,42 @@ def learn_schedule(
         )  # fmt: skip
     _table(schedules)
     print(f"  wrote {file}")
+
+
+def _fine_tune(
+    prior: "Prior",
+    schedules: "Schedules",
+    images: "tuple[Dataset, Dataset]",
+    settings: "Settings",
+    name: str,
+    out: Path,
+) -> None:
+    from dataclasses import asdict
+
+    from gncprior.checkpoints import save_prior
+    from gncprior.finetuning import fine_tune
+    from gncprior.unrolled import Schedules, fingerprint, schedules_path
+    from gncprior.unrolled_learning import scores_of
+
+    file = schedules_path(out, schedules.task, schedules.steps)
+
+    def save(model: "Prior", learned: Schedules) -> None:
+        before = scores_of(prior, images[1], schedules)
+        scores = scores_of(model, images[1], learned)
+        about = {"fine-tuned from": name, "settings": asdict(settings), "scores": scores}
+        save_prior(out, model, about)
+        about |= {"before": before, "prior": out.stem, "prior_sha256": fingerprint(model)}
+        Schedules(learned.task, learned.levels, learned.t_hats, learned.etas, about).save(file)
+
+    with progress_bar(settings.steps, "batches") as advance:
+        model, learned = fine_tune(
+            prior, schedules, images[0], settings, save=save, callback=lambda _: advance()
+        )
+    before = scores_of(prior, images[1], schedules)
+    print(f"{'level':>10} {'PSNR':>10} {'at start':>10}")
+    for level, score in scores_of(model, images[1], learned).items():
+        print(f"{level:>10} {score:10.3f} {before[level]:10.3f}")
+    print(f"  wrote {out}\n  wrote {file}")
 
 
 @contextmanager

@@ -1,0 +1,165 @@
+r"""Fine-tuning: a prior and its schedules learned together, through the unrolled steps (paper, section 4.3).
+
+From a prior that knows images in general and schedules for several noise levels, one model is made
+that denoises them all: every image of a batch has one of the levels, and is restored by the schedule
+of that level with the same R.  The loss is the mean of ‖x_I − x̂‖² over images, each divided by the
+error that its level had at the start, so that all levels count alike.
+
+Derivatives are those of :func:`gncprior.unrolled_learning.squared_error`, whose memory does not depend
+on the number of steps.  Filters, splines and schedules have rates of their own, which fall along a
+cosine; the result is a moving average of what was passed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gncprior.buffers import Buffers
+from gncprior.datasets import Dataset
+from gncprior.errors import GncpriorError
+from gncprior.fidelity import Denoising
+from gncprior.optimizers import AdaBelief, Average, cosine
+from gncprior.prior import Prior
+from gncprior.unrolled import DENOISE, Schedules
+from gncprior.unrolled_learning import Parameters, Problem, crops, mean_psnr, squared_error
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Choices of a run; rates are those at its beginning."""
+
+    steps: int = 2000
+    batch: int = 14
+    size: int = 64
+    chunk: int = 4  # images at a time, to stay in cache
+    lr_filters: float = 3e-4
+    lr_splines: float = 3e-4
+    lr_schedules: float = 3e-3
+    lr_end: float = 0.02
+    average: float = 0.995
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.steps, self.batch, self.size, self.chunk) < 1:
+            raise GncpriorError("Steps, batch, size and chunk must be positive.")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One step: the loss, which is 1 where nothing has changed."""
+
+    step: int
+    loss: float
+
+
+class FineTuning:
+    """A run: call :meth:`step` for every batch, and take :meth:`result` whenever wanted."""
+
+    def __init__(
+        self, prior: Prior, schedules: Schedules, training: Dataset, settings: Settings
+    ) -> None:
+        if schedules.task != DENOISE:
+            raise GncpriorError("Fine-tuning is for denoising: give schedules of that task.")
+        self.settings, self.levels = settings, schedules.levels
+        self.training = training.at_least(settings.size)
+        self.prior = copy.deepcopy(prior).requires_grad_(True)
+        self.schedules = [
+            Parameters(t_hats, etas, prior.t_hat_range)
+            for t_hats, etas in zip(schedules.t_hats, schedules.etas, strict=True)
+        ]
+        filters = list(self.prior.filters)
+        splines = [p for name, p in self.prior.named_parameters() if name.startswith("splines")]
+        free = [s.free for s in self.schedules]
+        self.rates = (settings.lr_filters, settings.lr_splines, settings.lr_schedules)
+        self.optimizer = AdaBelief([{"params": p} for p in (filters, splines, free)])
+        self.tensors = [*filters, *splines, *free]
+        self.average = Average(self.tensors, settings.average)
+        self.buffers = Buffers()
+        self.number = 0
+        self.scale = torch.tensor([self._error_now(s) for s in range(len(self.levels))]).double()
+
+    def step(self) -> Progress:
+        """One batch and one step of the optimizer."""
+        settings = self.settings
+        x, noise, _ = self.training.batch(
+            settings.seed, self.number, count=settings.batch, size=settings.size, t_hat_range=(0, 0)
+        )
+        # levels take turns, so that over the batches each meets every image
+        which = (torch.arange(settings.batch) + self.number) % len(self.levels)
+        for tensor in self.tensors:
+            tensor.grad = None
+        pairs = [s.schedule() for s in self.schedules]
+        t_hats, etas = (torch.stack(s, 1) for s in zip(*pairs, strict=True))  # (I, S)
+        weights = 1 / (self.scale[which] * x[0].numel() * settings.batch)
+        dt_hats, detas = torch.zeros_like(t_hats), torch.zeros_like(etas)
+        loss = 0.0
+        for part in torch.arange(settings.batch).split(settings.chunk):
+            s = which[part]
+            problem = _problem(x[part], noise[part], self.levels[s])
+            errors, dt, de = squared_error(
+                self.prior, problem, t_hats.detach()[:, s], etas.detach()[:, s], self.buffers,
+                weights=weights[part], parameters=True,
+            )  # fmt: skip
+            loss += float((errors * weights[part]).sum())
+            dt_hats = dt_hats.index_add(1, s, dt)
+            detas = detas.index_add(1, s, de)
+        torch.autograd.backward([t_hats, etas], [dt_hats, detas])
+        factor = cosine(self.number, settings.steps, settings.lr_end)
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * factor
+        self.number += 1
+        if all(t.grad is not None and bool(t.grad.isfinite().all()) for t in self.tensors):
+            self.optimizer.step()
+            self.average.update()
+        return Progress(self.number, loss)
+
+    def result(self) -> tuple[Prior, Schedules]:
+        """The averaged model and its schedules."""
+        prior = copy.deepcopy(self.prior).requires_grad_(False)
+        schedules = copy.deepcopy(self.schedules)
+        filters = list(prior.filters)
+        splines = [p for name, p in prior.named_parameters() if name.startswith("splines")]
+        self.average.copy_to([*filters, *splines, *(s.free.detach() for s in schedules)])
+        with torch.no_grad():
+            pairs = [s.schedule() for s in schedules]
+        t_hats, etas = (torch.stack(s) for s in zip(*pairs, strict=True))
+        return prior.eval(), Schedules(DENOISE, self.levels, t_hats, etas)
+
+    def _error_now(self, s: int) -> float:
+        """The mean squared error of a level as things stand."""
+        level, size = float(self.levels[s]), self.settings.size
+        problems = crops(self.training, DENOISE, level, count=16, size=size)
+        with torch.no_grad():
+            return 10 ** (-mean_psnr(self.prior, problems, self.schedules[s].schedule()) / 10)
+
+
+def fine_tune(
+    prior: Prior,
+    schedules: Schedules,
+    training: Dataset,
+    settings: Settings,
+    *,
+    save: Callable[[Prior, Schedules], None] | None = None,
+    save_every: int = 200,
+    callback: Callable[[Progress], None] | None = None,
+) -> tuple[Prior, Schedules]:
+    """All steps of a run; ``save`` gets what there is from time to time, and at the end."""
+    run = FineTuning(prior, schedules, training, settings)
+    while run.number < settings.steps:
+        progress = run.step()
+        if callback is not None:
+            callback(progress)
+        if save is not None and (run.number % save_every == 0 or run.number == settings.steps):
+            save(*run.result())
+    return run.result()
+
+
+def _problem(x: Tensor, noise: Tensor, sigmas: Tensor) -> Problem:
+    sigmas = sigmas.to(x)
+    z = torch.addcmul(x, noise, sigmas.view(-1, 1, 1, 1))
+    return Problem(x, Denoising(z, sigmas), z)
