@@ -34,6 +34,11 @@ KINDS = [
     {"layers": 2, "channels": 3, "scaled": True},
     {"layers": 1, "scaled": True},
 ]
+FULL_SIZE = [  # a table in registers, one that is too large for them, even filters
+    {"layers": 1, "filters": 48, "first_size": 7, "x_knots": 63},
+    {"layers": 1, "channels": 3, "filters": 13, "first_size": 4, "x_knots": 100},
+    {"layers": 2, "filters": 13, "first_size": 7, "inner_size": 4, "x_knots": 64},
+]
 SMALL = {"filters": 5, "first_size": 5, "inner_size": 3, "x_knots": 15, "t_knots": 5}
 
 
@@ -187,9 +192,7 @@ def roundings(prior: Prior) -> int:
 
 
 @pytest.mark.parametrize("back_end", BACK_ENDS)
-@pytest.mark.parametrize(
-    "kind", [*KINDS, {"layers": 1, "filters": 48, "first_size": 7, "x_knots": 63}], ids=name
-)
+@pytest.mark.parametrize("kind", [*KINDS, *FULL_SIZE], ids=name)
 def test_float32_is_as_good_as_the_numbers_it_is_given(back_end, kind):
     """What float32 computes is right for parameters and images that are changed by its roundings."""
     kernels.select(back_end)
@@ -219,6 +222,22 @@ def test_float32_is_as_good_as_the_numbers_it_is_given(back_end, kind):
     for i, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         assert (one - other).norm() <= 2 * bounds[i], i
         assert bounds[i] < 0.1 * other.norm()  # the bound says something
+
+
+@pytest.mark.parametrize("back_end", BACK_ENDS)
+@pytest.mark.parametrize("layers", [1, 2])
+def test_threads_agree(back_end, layers):
+    """The kernels do bit for bit; what torch does in between may sum in another order."""
+    kernels.select(back_end)
+    prior = frozen(random_prior(torch.float32, **SMALL, layers=layers))
+    x = normal(2, 1, 90, 150, dtype=torch.float32)
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        results.append(prior.joint_grad(x, -3.0))
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            assert (a - b).norm() <= roundings(prior) * EPS * a.norm()
 
 
 @pytest.mark.parametrize("back_end", kernels.supported())
