@@ -6,7 +6,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -93,9 +92,12 @@ def test_import_of_the_package_imports_nothing_heavy():
 @pytest.mark.parametrize("args", [["--help"], ["figure", "mixture", "--outt", "x"]])
 def test_answers_within_half_a_second(args):
     def seconds() -> float:
-        begin = time.perf_counter()
+        # Time of the processor: all that the start-up does is compute, and a busy machine must not
+        # fail the test.
+        before = os.times()
         run(*args)
-        return time.perf_counter() - begin
+        after = os.times()
+        return sum(after[2:4]) - sum(before[2:4])
 
     assert min(seconds() for _ in range(5)) < 0.5
 
