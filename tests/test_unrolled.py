@@ -4,12 +4,14 @@ import math
 
 import pytest
 import torch
+from PIL import Image
 
-from gncprior import GncpriorError
+from gncprior import GncpriorError, cli
 from gncprior.buffers import Buffers
-from gncprior.checkpoints import save_prior, write_tensors
+from gncprior.checkpoints import load_prior, save_prior, write_tensors
 from gncprior.datasets import Dataset
 from gncprior.fidelity import Denoising
+from gncprior.finetuning import FineTuning, Settings, fine_tune
 from gncprior.prior import Architecture, Prior
 from gncprior.sensitivities import gradient_adjoint
 from gncprior.unrolled import (
@@ -25,6 +27,7 @@ from gncprior.unrolled_learning import (
     crops,
     learn_schedule,
     make_problem,
+    scores_of,
     squared_error,
     start_schedule,
     stretch,
@@ -327,3 +330,110 @@ def test_files(tmp_path):
 def test_bad_input(make, sentence):
     with pytest.raises(GncpriorError, match=sentence):
         make()
+
+
+# ---------------------------------------------------------------- the whole model
+
+
+def fine_tuning(steps, **choices):
+    prior = tiny(2, torch.float32)
+    levels = torch.tensor([0.05, 0.1, 0.2], dtype=torch.float64)
+    pairs = [start_schedule("denoise", level, 2, prior.t_hat_range) for level in levels.tolist()]
+    t_hats, etas = (torch.stack(s) for s in zip(*pairs, strict=True))
+    schedules = Schedules("denoise", levels, t_hats, etas / 4)
+    settings = Settings(steps=steps, batch=6, size=16, chunk=4, **choices)
+    return prior, schedules, FineTuning(prior, schedules, smooth_images(), settings)
+
+
+def test_fine_tuning_improves_every_level():
+    prior, schedules, run = fine_tuning(20, average=0.5, lr_splines=2e-3)
+    losses = [run.step().loss for _ in range(20)]
+    tuned, learned = run.result()
+    assert sum(losses[-5:]) < sum(losses[:5])
+    images = smooth_images()
+    before = scores_of(prior, images, schedules, size=16)
+    after = scores_of(tuned, images, learned, size=16)
+    assert set(before) == {"0.05", "0.1", "0.2"}
+    for level, score in after.items():
+        assert score > before[level] + 0.1
+    assert torch.equal(learned.levels, schedules.levels)
+    assert not any(p.requires_grad for p in tuned.parameters())
+
+
+def test_fine_tuning_leaves_the_prior_alone_and_moves_everything():
+    prior, schedules, run = fine_tuning(1)
+    before = [p.clone() for p in prior.parameters()]
+    run.step()
+    tuned, learned = run.result()
+    for old, kept, new in zip(before, prior.parameters(), tuned.parameters(), strict=True):
+        assert torch.equal(old, kept)
+        assert not torch.equal(old, new)
+    assert (learned.t_hats != schedules.t_hats).all()
+    assert (learned.etas != schedules.etas).all()
+
+
+def test_fine_tuning_is_repeatable_and_saves_on_its_way():
+    saved = []
+    prior, schedules, _ = fine_tuning(3)
+    settings = Settings(steps=3, batch=6, size=16)
+
+    def once():
+        seen = []
+        model, _ = fine_tune(
+            prior, schedules, smooth_images(), settings,
+            save=lambda *s: saved.append(s), save_every=2, callback=seen.append,
+        )  # fmt: skip
+        return seen, model
+
+    (first, one), (second, other) = once(), once()
+    assert first == second
+    assert [p.step for p in first] == [1, 2, 3]
+    assert len(saved) == 4  # after step 2 and at the end, twice
+    for p, q in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_fine_tuning_refuses_other_tasks():
+    with pytest.raises(GncpriorError, match="is for denoising"):
+        FineTuning(tiny(1), shipped("inpaint"), smooth_images(), Settings())
+    with pytest.raises(GncpriorError, match="must be positive"):
+        Settings(batch=0)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_the_command_learns_and_fine_tunes(tmp_path, capsys):
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for name, image in zip(smooth_images().names, smooth_images().images, strict=True):
+        Image.fromarray(image[0]).save(folder / name)
+    file, tuned = tmp_path / "mine.safetensors", tmp_path / "tuned.safetensors"
+    save_prior(file, tiny(1, torch.float32))
+    words = [
+        "learn-schedule", "--prior", str(file), "--data", str(folder), "--size", "16",
+        "--crops", "4", "--steps", "3",
+    ]  # fmt: skip
+    assert cli.main([*words, "--sigma", "0.2,25/255", "--evaluations", "6"]) == 0
+    assert "mine-denoise-3.safetensors" in capsys.readouterr().out
+    prior = load_prior(file)
+    learned = load_schedules(schedules_path(file, "denoise", 3), prior)
+    assert learned.levels.tolist() == [25 / 255, 0.2]
+    assert learned.t_hats.shape == (2, 3)
+    for score in learned.info["scores"].values():
+        assert score["validation"] > score["validation before"]
+
+    assert cli.main([*words, "--task", "inpaint", "--missing", "0.5", "--evaluations", "3"]) == 0
+    assert schedules_path(file, "inpaint", 3).is_file()
+
+    more = ["--finetune", "model", "--iterations", "2", "--batch", "4", "--out", str(tuned)]
+    assert cli.main([*words, *more]) == 0
+    model = load_prior(tuned)
+    assert model.info["fine-tuned from"] == "mine"
+    assert load_schedules(schedules_path(tuned, "denoise", 3), model).levels.tolist() == [
+        25 / 255,
+        0.2,
+    ]
+    capsys.readouterr()
+    assert cli.main([*words, "--finetune", "model"]) == 2
+    assert "Say with --out" in capsys.readouterr().err

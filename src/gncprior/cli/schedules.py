@@ -120,10 +120,10 @@ def _fine_tune(
     from gncprior.unrolled_learning import scores_of
 
     file = schedules_path(out, schedules.task, schedules.steps)
+    before = scores_of(prior, images[1], schedules, settings.size)
 
     def save(model: "Prior", learned: Schedules) -> None:
-        before = scores_of(prior, images[1], schedules)
-        scores = scores_of(model, images[1], learned)
+        scores = scores_of(model, images[1], learned, settings.size)
         about = {"fine-tuned from": name, "settings": asdict(settings), "scores": scores}
         save_prior(out, model, about)
         about |= {"before": before, "prior": out.stem, "prior_sha256": fingerprint(model)}
@@ -133,9 +133,8 @@ def _fine_tune(
         model, learned = fine_tune(
             prior, schedules, images[0], settings, save=save, callback=lambda _: advance()
         )
-    before = scores_of(prior, images[1], schedules)
     print(f"{'level':>10} {'PSNR':>10} {'at start':>10}")
-    for level, score in scores_of(model, images[1], learned).items():
+    for level, score in scores_of(model, images[1], learned, settings.size).items():
         print(f"{level:>10} {score:10.3f} {before[level]:10.3f}")
     print(f"  wrote {out}\n  wrote {file}")
 
