@@ -233,9 +233,11 @@ def download_bsds500(url: str = URL, checksum: str = CHECKSUM, cache: Path | Non
             pack.extractall(partial, [n for n in pack.namelist() if "/data/images/" in n])
         partial.rename(folder)  # only a whole copy gets the name
     except (OSError, ValueError, zipfile.BadZipFile) as error:
+        why = " ".join(str(error).split())
         raise GncpriorError(
-            f"BSDS500 could not be downloaded from {url} ({' '.join(str(error).split())[:200]}): name "
-            f"a folder that holds it with --data or ${ENVIRONMENT_VARIABLE}."
+            f"BSDS500 could not be downloaded from {url} "
+            f"({why if len(why) < 200 else type(error).__name__}): "
+            f"name a folder that holds it with --data or ${ENVIRONMENT_VARIABLE}."
         ) from error
     archive.unlink()
     root = find_bsds500(folder)
