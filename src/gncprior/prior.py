@@ -51,7 +51,7 @@ class Architecture:
     t_knots: int = 13
     t_min: float = 1e-4
     t_max: float = 1.0
-    scaled: bool = False  # the variant φ(u/√(s²+t), t̂)
+    scaled: bool = False  # the variant with φ_1(u/√(s²+t), t̂)
 
     def __post_init__(self) -> None:
         sizes = (self.layers, self.channels, self.filters, self.first_size, self.inner_size)
@@ -80,8 +80,9 @@ class Prior(nn.Module):
         shapes += [(a.filters, a.filters, a.inner_size, a.inner_size)] * (a.layers - 1)
         self.filters = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in shapes])
         self.splines = nn.ModuleList()
-        for _ in range(a.layers):
-            spread = torch.ones(a.filters) if a.scaled else None
+        for layer in range(a.layers):
+            # once the first layer has taken the scale of the noise off, the features stay of order one
+            spread = torch.ones(a.filters) if a.scaled and layer == 0 else None
             self.splines.append(Splines(a.filters, a.x_grid, a.t_grid, spread))
 
     # ------------------------------------------------------------ start
@@ -107,8 +108,6 @@ class Prior(nn.Module):
             deviation = math.sqrt(2 / w[0].numel())
             w.copy_(torch.randn(w.shape, generator=generator) * deviation)
         for splines in self._splines():
-            if splines.spread is not None:
-                splines.spread.fill_(spread * gain)
             splines.start_identity()
         last = self._splines()[-1]
         last.start_quadratic()
@@ -119,8 +118,10 @@ class Prior(nn.Module):
         power = float(h.square().sum() / noise.square().sum())
         t = a.t_grid.centres().exp()
         scale = 1 / (power * (t + 0.01))
-        if last.spread is not None:  # the quadratic sees u/√(s²+t)
-            scale = scale * (float(last.spread[0]) ** 2 + t)
+        first_spread = self._splines()[0].spread
+        if first_spread is not None:  # the features are divided by √(s²+t)
+            first_spread.fill_(spread)
+            scale = scale * (spread**2 + t)
         last.weight.mul_(scale.to(last.weight)[:, None])
         return self
 

@@ -1,0 +1,116 @@
+r"""Calibration in t̂, and the noise level read off the energy.
+
+For the true density E_{y|t}[∂_t̂ R(y,t̂)] = 0 at every t̂: the energy is a negative log-density in y for each
+t̂, and its normalisation is what this condition fixes.  Score matching in y cannot see it and the implicit
+term in t̂ only weakly, so it is fitted after training: the part of the last potentials that is constant in
+the feature, C(t̂), is chosen such that
+
+.. math:: C'(\hat t) = −E\, ∂_{\hat t}R(y,\hat t)\,/\,\text{pixels},
+
+per pixel, so that it holds at every image size, and without any change of ∇_x R.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from gncprior.buffers import Buffers
+from gncprior.filters import convolve
+from gncprior.prior import Prior
+from gncprior.splines import soft_histogram, time_basis
+
+
+@torch.no_grad()
+def time_slopes(prior: Prior, images: Sequence[Tensor], t_hats: Tensor, seed: int = 0) -> Tensor:
+    """∂R/∂t̂ per pixel of every image with noise of every t̂: (images, t̂)."""
+    generator = torch.Generator().manual_seed(seed)
+    like = prior.filters[0]
+    slopes = torch.zeros(len(images), len(t_hats), dtype=torch.float64)
+    for i, image in enumerate(images):
+        x = image.to(like)[None]
+        for j, t_hat in enumerate(t_hats.tolist()):
+            noise = torch.randn(x.shape, generator=generator).to(like)
+            _, _, slope = prior.joint_grad(x + math.exp(t_hat / 2) * noise, t_hat)
+            slopes[i, j] = float(slope) / (x.shape[2] * x.shape[3])
+    return slopes
+
+
+@torch.no_grad()
+def calibrate(prior: Prior, images: Sequence[Tensor], points: int = 49, seed: int = 0) -> dict[str, float]:
+    """Fit C(t̂) on clean images (C, H, W), add it to the prior, and say how large the mean slope was and is."""
+    grid = prior.architecture.t_grid
+    t_hats = torch.linspace(grid.low, grid.high, points, dtype=torch.float64)
+    before = time_slopes(prior, images, t_hats, seed).mean(0)
+    # C = Σ_o δ_o β_o(t̂): least squares for C' = −slope; the constant, which C' does not see, stays 0
+    basis = time_basis(t_hats, grid, order=1)
+    delta = torch.linalg.lstsq(basis, -before[:, None], driver="gelsd").solution[:, 0]
+    last = prior._splines()[-1]
+    # a constant in x is a constant in all weights; the filters share it
+    last.weight.add_((delta / len(last.weight)).to(last.weight)[None, :, None])
+    after = before + basis @ delta
+    return {
+        "mean_time_slope_before": float(before.abs().max()),
+        "mean_time_slope_after": float(after.abs().max()),
+    }
+
+
+@torch.no_grad()
+def noise_level(prior: Prior, y: Tensor, points: int = 48) -> tuple[Tensor, Tensor]:
+    """t̂* = the first minimum of R(y,·) met coming down from t̂_max, and ∂²R/∂t̂² there; each (B,).
+
+    Pairs of an image and a t much below its noise are never seen in training, so R is extrapolation
+    there and a global minimum would be one of the extrapolation.  1/√(∂²R/∂t̂²) is the error bar of t̂*.
+    """
+    low, high = prior.t_hat_range
+    found = [_first_minimum(_time_slope(prior, one[None]), low, high, points) for one in y]
+    best, curvature = zip(*found, strict=True)
+    return torch.tensor(best, dtype=torch.float64), torch.tensor(curvature, dtype=torch.float64)
+
+
+def _first_minimum(
+    slope: Callable[[float], float], low: float, high: float, points: int
+) -> tuple[float, float]:
+    """Walk down from ``high`` until the slope is no longer positive, then halve the interval.
+
+    Where it never changes sign the minimum is an end of the range.
+    """
+    step = (high - low) / points
+    above, slope_above = high, slope(high)
+    if slope_above <= 0:
+        return high, 0.0
+    for k in range(1, points + 1):
+        below = max(high - k * step, low)
+        slope_below = slope(below)
+        if slope_below <= 0:
+            break
+        above, slope_above = below, slope_below
+    else:
+        return low, 0.0
+    curvature = (slope_above - slope_below) / (above - below)
+    for _ in range(12):  # to a thousandth of a step and less
+        middle = 0.5 * (above + below)
+        if slope(middle) > 0:
+            above = middle
+        else:
+            below = middle
+    return 0.5 * (above + below), curvature
+
+
+def _time_slope(prior: Prior, y: Tensor) -> Callable[[float], float]:
+    """t̂ ↦ ∂R/∂t̂ of one image; for the paper's one-layer prior a single pass over it serves every t̂."""
+    splines = prior._splines()
+    if len(splines) > 1 or splines[0].spread is not None:
+        buffers = Buffers()
+        return lambda t_hat: float(prior.joint_grad(y, t_hat, buffers=buffers)[2])
+    phi = splines[0].collapse(prior.times(0.0, 1))
+    histogram = soft_histogram(convolve(y, prior.kernels()[0]), phi.inverse_gamma, phi.knots)
+
+    def slope(t_hat: float) -> float:
+        tables = splines[0].collapse(prior.times(t_hat, 1), derivatives=1).tables[1]
+        return float((tables.double() * histogram).sum())
+
+    return slope
