@@ -99,6 +99,7 @@ def tables_of(c: Tensor, clip: Tensor | None = None) -> Tensor:
 
 
 @cache
+@torch.inference_mode(False)  # what is kept must be fit for autograd, whoever asks first
 def _to_tables(knots: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The linear map from coefficients (N+4) to tables (5·(N+2)), tails not yet clipped."""
     basis = torch.tensor(_BASIS, dtype=torch.float64)
@@ -130,7 +131,9 @@ def euler(tables: Tensor) -> Tensor:
     i = torch.arange(-1, knots + 1, dtype=tables.dtype, device=tables.device).clamp(0, knots - 1)
     middle = i - (knots - 1) / 2  # v/γ = s + middle
     k = torch.arange(ORDER, dtype=tables.dtype, device=tables.device)[:, None]
-    derivative = torch.cat([tables[..., 1:, :] * k[1:], torch.zeros_like(tables[..., :1, :])], dim=-2)
+    derivative = torch.cat(
+        [tables[..., 1:, :] * k[1:], torch.zeros_like(tables[..., :1, :])], dim=-2
+    )
     return tables * k + derivative * middle
 
 
@@ -232,10 +235,14 @@ def soft_histogram(x: Tensor, inverse_gamma: Tensor, knots: int) -> Tensor:
     """H with Σ_p φ(x_p) = ⟨T, H⟩ for every table T: all sums of splines of x in one array (float64)."""
     if kernels.serve(x, inverse_gamma):
         return kernels.scatter(x, None, inverse_gamma, knots)
-    return scatter(x.double(), torch.ones_like(x, dtype=torch.float64), inverse_gamma.double(), knots)
+    return scatter(
+        x.double(), torch.ones_like(x, dtype=torch.float64), inverse_gamma.double(), knots
+    )
 
 
-def evaluate_into(x: Tensor, tables: Tensor, inverse_gamma: Tensor, *outputs: Tensor | None) -> None:
+def evaluate_into(
+    x: Tensor, tables: Tensor, inverse_gamma: Tensor, *outputs: Tensor | None
+) -> None:
     """Write φ, φ', φ'' of x into up to three given tensors (None: not wanted), in one pass, without a graph.
 
     An output may be x itself.
@@ -347,7 +354,10 @@ class Splines(nn.Module):
         # v = x/√(s²+t) gives v̇ = −½ρv with ρ = t/(s²+t), ρ̇ = ρ(1−ρ); E = v ∂/∂v
         rho = (t / total)[..., None, None]
         if derivatives:
-            rho = rho * ((t_hat >= self.t_grid.low) & (t_hat <= self.t_grid.high))[:, None, None, None]
+            rho = (
+                rho
+                * ((t_hat >= self.t_grid.low) & (t_hat <= self.t_grid.high))[:, None, None, None]
+            )
             e0 = euler(tables[0])
             if derivatives > 1:
                 tables[2] = (
