@@ -553,3 +553,11 @@ def test_inputs_are_left_alone_and_no_graph_is_kept():
         assert m.grad_fn is None
         evaluate(inputs[0], inputs[1], inputs[3]).sum().backward()
         assert all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True))
+
+
+def test_inference_mode_leaves_nothing_behind_that_autograd_refuses():
+    c = normal(1, 1, 4 + 77).requires_grad_()  # a grid that no other test has asked for
+    with torch.inference_mode():
+        tables_of(c)
+    tables_of(c).sum().backward()
+    assert c.grad is not None
