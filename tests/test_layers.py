@@ -22,7 +22,7 @@ ROOMS = """
     score_matching calibration optimizers datasets runs workers training
     unrolled_learning finetuning
     restore evaluation
-    plots interop experiments web
+    plots inspection interop experiments web
     cli __main__
 """.split()  # noqa: SIM905  (one line per floor reads better)
 

@@ -210,7 +210,8 @@ def _architecture(path: Path, fields: Any) -> Architecture:
         if type(value) not in wanted:
             raise GncpriorError(f"{path} has {name} = {value!r} in its architecture.")
     try:
-        return Architecture(**{name: types[name](value) for name, value in fields.items()})
+        exact: dict[str, Any] = {n: float(v) if types[n] is float else v for n, v in fields.items()}
+        return Architecture(**exact)
     except (GncpriorError, OverflowError) as error:
         why = str(error).rstrip(".")
         raise GncpriorError(f"{path} has an impossible architecture: {why}.") from error

@@ -46,6 +46,7 @@ app["--help"].group = app["--version"].group = shared.OPTIONS
 app.command(demo.demo, group=shared.START)
 app.command(info.info, group=shared.START)
 app.command(learning.train, group=shared.LEARNING)
+app.command(learning.inspect, group=shared.LEARNING)
 app.command(schedules.learn_schedule, group=shared.LEARNING)
 app.command(evaluation.evaluate, group=shared.LEARNING)
 app.command(figures.figure)

@@ -90,6 +90,34 @@ def train(
     print(f"  wrote {outcome.prior_file}")
 
 
+def inspect(
+    prior: Annotated[str, Parameter(help="Name of a shipped prior, or a .safetensors file.")],
+    *,
+    out: Annotated[
+        Path | None, Parameter(help="The picture, a .png file. [default: out/inspect/NAME.png]")
+    ] = None,
+) -> None:
+    """Show a prior: its architecture, recipe and scores, and a picture of its filters and potentials.
+
+    In the picture each potential is drawn for nine values of log t, over the features that it meets
+    at that t: from their .01 to their .99 quantile.
+
+    **Example:** `gncprior inspect r2 --out r2.png`
+    """
+    from gncprior.checkpoints import load_prior
+    from gncprior.cli.shared import report
+    from gncprior.inspection import describe, draw
+
+    loaded = load_prior(prior)
+    for heading, facts in describe(loaded).items():
+        print(heading)
+        width = max(map(len, facts), default=0)
+        for name, value in facts.items():
+            print(f"  {name:{width}}  {value}")
+    name = Path(prior).stem
+    report(draw(loaded, out or Path("out/inspect") / f"{name}.png", title=name))
+
+
 def _recipe(name: str | None, flags: Any, stored: Recipe | None) -> Recipe:
     """The recipe with flags on top; when a run is resumed, the one it was started with."""
     from gncprior.recipes import read_recipe
