@@ -209,8 +209,12 @@ def test_folders_with_too_little(tmp_path):
         training.at_least(13)
 
 
-def test_small_images_are_left_out(four):
+def test_small_images_are_left_out_and_large_ones_cropped(four):
     assert four.at_least(10).names == ("a", "b", "d")
+    cropped = four.cropped(10)
+    assert [image.shape for image in cropped.images] == [(1, 10, 10)] * 2 + [(1, 9, 9), (1, 10, 10)]
+    assert np.array_equal(cropped.images[3], four.images[3][:, 5:15, 10:20])
+    assert cropped.names == four.names
 
 
 # ---------------------------------------------------------------- download

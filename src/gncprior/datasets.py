@@ -78,6 +78,15 @@ class Dataset:
         names = tuple(self.names[k] for k in keep)
         return Dataset(self.title, names, tuple(self.images[k] for k in keep))
 
+    def cropped(self, size: int) -> Dataset:
+        """With the middle, size × size pixels at most, of every image."""
+
+        def middle(image: np.ndarray) -> np.ndarray:
+            top, left = (max(n - size, 0) // 2 for n in image.shape[1:])
+            return np.ascontiguousarray(image[:, top : top + size, left : left + size])
+
+        return Dataset(self.title, self.names, tuple(map(middle, self.images)))
+
     def tensor(self, k: int) -> Tensor:
         """Image k as (1, C, H, W) in [0, 1]."""
         return torch.from_numpy(self.images[k]).float().div_(255)[None]

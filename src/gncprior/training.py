@@ -41,6 +41,7 @@ from gncprior.workers import Workers, signals
 SIGMAS = (5, 15, 25, 50)  # of validation, in grey levels of 255
 MAX_SKIPPED = 5  # steps in a row without a finite gradient
 CALIBRATION_IMAGES = 40
+LARGEST = 512  # pixels along an edge of images for validation and calibration: enough, and quick
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ def train(
     watch: Callable[[Event], None] | None = None,
 ) -> Outcome:
     """Train a prior in the folder ``out``; ``watch`` hears of every step and all that is logged."""
-    training = training.at_least(recipe.patch)
+    training, validation = training.at_least(recipe.patch), validation.cropped(LARGEST)
     with ExitStack() as stack:
         workers = stack.enter_context(Workers(device))
         run = stack.enter_context(RunFolder(out, watch)) if workers.rank == 0 else None
@@ -258,10 +259,9 @@ class _Loop:
             "skipped": self.state.skipped,
         }
         if recipe.calibrate:
-            number = min(CALIBRATION_IMAGES, len(self.training))
-            chosen = np.linspace(0, len(self.training) - 1, number).round().astype(int)
-            images = [self.training.tensor(int(k))[0] for k in chosen]
-            info["calibration"] = calibrate(prior, images)
+            images = self.training.cropped(LARGEST)
+            chosen = np.linspace(0, len(images) - 1, min(CALIBRATION_IMAGES, len(images))).round()
+            info["calibration"] = calibrate(prior, [images.tensor(int(k))[0] for k in chosen])
         scores = self._validate(prior)
         info["scores"] = {"one-step PSNR, " + self.validation.title: scores}
         save_prior(run.prior_file, prior, info)

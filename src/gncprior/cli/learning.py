@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Group, Parameter
 
-from gncprior.recipes import Recipe
+from gncprior.recipes import LEARNING, MODEL, RUN, Recipe
+
+_GROUPS = {name: Group(name, sort_key=20 + k) for k, name in enumerate((MODEL, LEARNING, RUN))}
 
 if TYPE_CHECKING:
     from typing import Any as Flags
@@ -22,9 +24,7 @@ else:
                 f.name,
                 Annotated[
                     type(f.default) | None,
-                    Parameter(
-                        help=f.metadata["help"], group=Group(f.metadata["group"], sort_key=20)
-                    ),
+                    Parameter(help=f.metadata["help"], group=_GROUPS[f.metadata["group"]]),
                 ],
                 None,
             )
@@ -46,10 +46,20 @@ def train(
         str | None, Parameter(help="fast, paper, or a TOML file; flags go on top. [default: fast]")
     ] = None,
     resume: Annotated[
-        bool, Parameter(help="Go on with the run in --out, to the same result.", negative="")
+        bool,
+        Parameter(
+            help="Go on with the run in --out, to the same result.",
+            negative="",
+            show_default=False,
+        ),
     ] = False,
     dry_run: Annotated[
-        bool, Parameter(help="Show all choices, the size and the time; then stop.", negative="")
+        bool,
+        Parameter(
+            help="Show all choices, the size and the time; then stop.",
+            negative="",
+            show_default=False,
+        ),
     ] = False,
     device: Annotated[str, Parameter(help="cpu or cuda.")] = "cpu",
     flags: Annotated[Flags | None, Parameter(name="*")] = None,
@@ -146,7 +156,7 @@ def _progress(steps: int, first: bool) -> Iterator[Any]:
         TimeRemainingColumn,
     )
 
-    console = Console(quiet=not first)
+    console = Console(quiet=not first, markup=False, highlight=False, soft_wrap=True)
     bar = Progress(
         BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[words]}"), TimeRemainingColumn(),
         console=console, disable=not console.is_terminal,
