@@ -248,7 +248,7 @@ def test_download_is_checked_unpacked_once_and_kept(tree, tmp_path, server):
             pack.write(file, f"BSDS500-master/BSDS500/data/images/{file.relative_to(root)}")
         pack.writestr("BSDS500-master/BSDS500/data/groundTruth/train/1.mat", "large")
     url, good, cache = f"{server}/archive.zip", md5(archive), tmp_path / "cache"
-    with pytest.raises(GncpriorError, match=r"could not be downloaded.*hash.*--data"):
+    with pytest.raises(GncpriorError, match=r"could not be downloaded.*wrong checksum.*--data"):
         download_bsds500(url, "md5:" + "0" * 32, cache)
     found = download_bsds500(url, good, cache)
     assert {f.name for f in found.glob("*/*")} == {f.name for f in root.glob("*/*0.jpg")}

@@ -284,6 +284,23 @@ def test_resume_is_bit_identical_and_the_log_is_that_of_one_run(tmp_path):
     assert read_recipe(tmp_path / "parts" / "recipe.toml") == recipe
 
 
+def test_a_term_signal_saves_and_ends(tmp_path):
+    recipe = change(save_seconds=1000.0)
+    whole = tiny(tmp_path / "whole", recipe)
+
+    def watch(event):
+        if event["event"] == "step" and event["step"] == 9:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    stopped = tiny(tmp_path / "run", recipe, watch=watch)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert stopped == training.Outcome(10, {}, None, signal.SIGTERM)
+    assert log(tmp_path / "run")[-1] == {"event": "stopped", "step": 10}
+    done = tiny(tmp_path / "run", recipe, resume=True)
+    assert sha256(done.prior_file) == sha256(whole.prior_file)
+
+
 def test_a_damaged_checkpoint_is_passed_over(tmp_path):
     tiny(tmp_path / "whole")
     out = tmp_path / "parts"
@@ -329,6 +346,7 @@ NURSERY = textwrap.dedent("""
     from dataclasses import replace
     from pathlib import Path
     from test_training import *
+    State(TINY)  # what torch loads with its first optimizer, so that children need not
 
     def child(work):
         pid = os.fork()
@@ -366,7 +384,7 @@ def nursery(script: str, **environment: str) -> str:
 def test_twenty_kills_and_the_same_weights(tmp_path):
     out = nursery(f"""
         folder = Path({str(tmp_path)!r})
-        recipe = change(steps=150, save_seconds=0.01)
+        recipe = change(steps=100, save_seconds=0.01)
         assert end(child(lambda: tiny(folder / "whole", recipe))) == 0
         wanted = sha256(folder / "whole" / "prior.safetensors")
         random.seed(7)
@@ -396,7 +414,7 @@ def test_twenty_kills_and_the_same_weights(tmp_path):
                     inside += code == -signal.SIGKILL
                 else:
                     pid = child(lambda: tiny(here, recipe, resume=True))
-                    time.sleep(random.uniform(0.02, 0.25))
+                    time.sleep(random.uniform(0.02, 0.2))
                     os.kill(pid, signal.SIGKILL)
                     code = end(pid)
                 kills += code == -signal.SIGKILL
@@ -409,28 +427,6 @@ def test_twenty_kills_and_the_same_weights(tmp_path):
     kills, inside, runs = map(int, out.split())
     assert (kills, inside) >= (20, 5)
     assert runs >= 1
-
-
-def test_a_term_signal_saves_and_ends(tmp_path):
-    out = nursery(f"""
-        folder = Path({str(tmp_path)!r})
-        recipe = change(steps=150, save_seconds=1000.0)
-        tiny(folder / "whole", recipe)
-        seen = []
-
-        def work():
-            def watch(event):
-                if event.get("step") == 40 and event["event"] == "step":
-                    os.kill(os.getpid(), signal.SIGTERM)
-            outcome = tiny(folder / "run", recipe, watch=watch)
-            print(outcome.stopped_by, outcome.step, outcome.prior_file, flush=True)
-
-        assert end(child(work)) == 0
-        tiny(folder / "run", recipe, resume=True)
-        same = sha256(folder / "run" / "prior.safetensors") == sha256(folder / "whole" / "prior.safetensors")
-        print(same)
-    """)
-    assert out.split() == ["15", "41", "None", "True"]
 
 
 def test_a_read_only_folder_and_a_disk_that_fills_up(tmp_path):

@@ -242,7 +242,8 @@ def download_bsds500(url: str = URL, checksum: str = CHECKSUM, cache: Path | Non
             pack.extractall(partial, [n for n in pack.namelist() if "/data/images/" in n])
         partial.rename(folder)  # only a whole copy gets the name
     except (OSError, ValueError, zipfile.BadZipFile) as error:
-        why = " ".join(str(error).split())
+        # pooch says ValueError of a wrong checksum; what requests says can fill a page
+        why = "wrong checksum" if isinstance(error, ValueError) else " ".join(str(error).split())
         raise GncpriorError(
             f"BSDS500 could not be downloaded from {url} "
             f"({why if len(why) < 200 else type(error).__name__}): "
