@@ -20,7 +20,7 @@ ROOMS = """
     fidelity
     solvers unrolled
     score_matching calibration optimizers datasets runs workers training
-    unrolled_learning finetuning
+    unrolled_adjoint unrolled_learning finetuning
     restore evaluation
     plots inspection interop experiments web
     cli __main__

@@ -21,14 +21,12 @@ from gncprior.unrolled import (
     schedules_path,
     unroll,
 )
+from gncprior.unrolled_adjoint import Problem, crops, make_problem, squared_error
 from gncprior.unrolled_learning import (
     Parameters,
-    Problem,
-    crops,
     learn_schedule,
-    make_problem,
+    mean_psnr,
     scores_of,
-    squared_error,
     start_schedule,
     stretch,
 )
@@ -220,6 +218,18 @@ def test_learning_finds_the_best_step_sizes(task, level):
     pixels = 6 * 16 * 16
     assert max(s.psnr for s in seen) == pytest.approx(-10 * math.log10(reached / pixels), abs=1e-3)
     assert [s.evaluation for s in seen] == list(range(1, len(seen) + 1))
+
+
+def test_the_rough_way_down_returns_the_best_it_met():
+    prior = tiny(1, torch.float32)
+    data = crops(smooth_images(), "inpaint", 0.6, count=6, size=16)
+    start = start_schedule("inpaint", 0.6, 3, prior.t_hat_range)
+    seen = []
+    found = learn_schedule(prior, data, start, evaluations=25, rough=True, callback=seen.append)
+    scores = [s.psnr for s in seen]
+    assert len(scores) == 25
+    assert max(scores) > scores[0] + 0.1
+    assert mean_psnr(prior, data, found) == pytest.approx(max(scores), abs=1e-3)
 
 
 def test_more_steps_are_no_worse_when_stretched():

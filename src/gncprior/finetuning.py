@@ -5,7 +5,7 @@ that denoises them all: every image of a batch has one of the levels, and is res
 of that level with the same R.  The loss is the mean of ‖x_I − x̂‖² over images, each divided by the
 error that its level had at the start, so that all levels count alike.
 
-Derivatives are those of :func:`gncprior.unrolled_learning.squared_error`, whose memory does not depend
+Derivatives are those of :func:`gncprior.unrolled_adjoint.squared_error`, whose memory does not depend
 on the number of steps.  Filters, splines and schedules have rates of their own, which fall along a
 cosine; the result is a moving average of what was passed.
 """
@@ -26,7 +26,8 @@ from gncprior.fidelity import Denoising
 from gncprior.optimizers import AdaBelief, Average, cosine
 from gncprior.prior import Prior
 from gncprior.unrolled import DENOISE, Schedules
-from gncprior.unrolled_learning import Parameters, Problem, crops, mean_psnr, squared_error
+from gncprior.unrolled_adjoint import Problem, crops, squared_error
+from gncprior.unrolled_learning import Parameters, mean_psnr
 
 
 @dataclass(frozen=True)

@@ -5,19 +5,12 @@ The 2I parameters are free numbers a_i, b_i:
     t̂_i = t̂_min + (t̂_max − t̂_min)·sigmoid(a_i),    η_i = exp(t̂_i + b_i),
 
 so t̂ stays in its range, η stays positive, and a change of t̂_i takes the step size e^t̂_i along.
+Derivatives are those of :mod:`gncprior.unrolled_adjoint`.
 
-Back-propagation through the steps is written out.  Let w_i = x_{i−1} − η_i g_i, g_i = ∇R(x_{i−1},t̂_i),
-and v = ∂loss/∂x_i.  Through x_i = prox_{η_iD}(w_i) it becomes w̄ = (∂prox/∂w)ᵀv; then
-
-    ∂loss/∂η_i = ⟨v, ∂prox/∂η⟩ − ⟨w̄, g_i⟩,
-    ∂loss/∂t̂_i = −η_i ⟨w̄, ∂_t̂∇R⟩,
-    ∂loss/∂x_{i−1} = w̄ − η_i ∇²R w̄,
-
-with the answers of :mod:`gncprior.sensitivities`.  Only the images x_i and g_i are kept, so memory
-does not depend on the features: R_3 with 30 steps takes little more than R_3 with one.
-
-So few parameters need few images, and the set of crops is fixed: the loss is a smooth function, and
-L-BFGS finds its minimum in some tens of evaluations.
+So few parameters need few images, and the set of crops is fixed.  For denoising the loss is then a
+smooth function, and L-BFGS finds its minimum in some tens of evaluations.  Inpainting begins far from
+any image, with steps that amplify small differences: there the loss is rough in the first parameters,
+and a method is used that trusts the signs of slopes more than their sizes.
 """
 
 from __future__ import annotations
@@ -25,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,105 +25,10 @@ from torch import Tensor
 from gncprior.buffers import Buffers
 from gncprior.datasets import Dataset
 from gncprior.errors import GncpriorError
-from gncprior.fidelity import Denoising, Fidelity, Inpainting
+from gncprior.optimizers import cosine
 from gncprior.prior import Prior
-from gncprior.sensitivities import gradient_adjoint
 from gncprior.unrolled import DENOISE, Schedules, unroll
-
-
-class SmoothFidelity(Fidelity, Protocol):
-    """A data term whose prox can be differentiated."""
-
-    def prox_adjoint(self, x: Tensor, tau: float | Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        """For x = prox_{τD}(v): (∂x/∂v)ᵀw, and ⟨∂x/∂τ, w⟩ per image."""
-        ...
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Images x̂ and what was seen of them."""
-
-    target: Tensor
-    fidelity: SmoothFidelity
-    x0: Tensor
-
-
-def make_problem(task: str, level: float, x: Tensor, generator: torch.Generator) -> Problem:
-    """Degrade images: noise of standard deviation ``level``, or that share of pixels missing."""
-    if task == DENOISE:
-        z = x + level * torch.randn(x.shape, generator=generator, dtype=x.dtype)
-        return Problem(x, Denoising(z, level), z)
-    mask = torch.rand(x.shape, generator=generator, dtype=x.dtype) < level
-    z = x.masked_fill(mask, 0)
-    return Problem(x, Inpainting(z, mask), z)
-
-
-def crops(
-    dataset: Dataset,
-    task: str,
-    level: float,
-    *,
-    count: int,
-    size: int,
-    seed: int = 0,
-    chunk: int = 8,
-) -> list[Problem]:
-    """The fixed set to learn from: ``count`` crops of size × size, a few at a time to stay in cache."""
-    x, _, _ = dataset.at_least(size).batch(seed, 0, count=count, size=size, t_hat_range=(0.0, 0.0))
-    generator = torch.Generator().manual_seed(seed)
-    return [make_problem(task, level, part, generator) for part in x.split(chunk)]
-
-
-# ---------------------------------------------------------------- the loss and its gradient
-
-
-@torch.no_grad()
-def squared_error(
-    prior: Prior, problem: Problem, t_hats: Tensor, etas: Tensor, buffers: Buffers,
-    *, weights: Tensor | None = None, parameters: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """‖x_I − x̂‖² of every image (B,), and its derivatives in t̂ and η, each (I, B), in float64.
-
-    t̂ and η are (I,), or (I, B) for one schedule per image.  ``weights`` (B,) multiply the errors before
-    they are differentiated; with ``parameters`` the derivatives of their sum in all parameters of the
-    prior are added to ``grad``.
-    """
-    x, fidelity = problem.x0, problem.fidelity
-    shape = (len(t_hats), len(x))
-    times = t_hats.to(x).view(len(t_hats), -1).expand(shape)
-    sizes = etas.to(x).view(len(etas), -1).expand(shape)
-    points, slopes = [x], []
-    for t_hat, eta in zip(times, sizes, strict=True):
-        slopes.append(prior.grad(x, t_hat, buffers=buffers).clone())
-        x = fidelity.prox(torch.addcmul(x, slopes[-1], _spread(eta), value=-1), eta)
-        points.append(x)
-    v = x - problem.target
-    errors = _total(v * v)
-    v = 2 * v if weights is None else 2 * v * _spread(weights.to(v))
-    dt_hats = torch.zeros(shape, dtype=torch.float64)
-    detas = torch.zeros_like(dt_hats)
-    for i in reversed(range(len(times))):
-        v, detas[i] = fidelity.prox_adjoint(points[i + 1], sizes[i], v)
-        detas[i] -= _total(v * slopes[i])
-        # the derivatives of ⟨∇R, −ηv⟩
-        v_eta = v * -_spread(sizes[i])
-        hv, dt_hats[i] = gradient_adjoint(
-            prior, points[i], times[i], v_eta, buffers=buffers, parameters=parameters
-        )
-        v = v + hv
-    return errors, dt_hats, detas
-
-
-def _spread(per_image: Tensor) -> Tensor:
-    return per_image.view(-1, 1, 1, 1)
-
-
-def _total(x: Tensor) -> Tensor:
-    return x.flatten(1).sum(1, dtype=torch.float64)
-
-
-# ---------------------------------------------------------------- parameters
-
+from gncprior.unrolled_adjoint import Problem, crops, squared_error
 
 _EDGE = 0.03  # of the range of t̂; closer to its ends the sigmoid is flat and learning slow
 
@@ -155,14 +52,15 @@ class Parameters:
 def start_schedule(
     task: str, level: float, steps: int, t_hat_range: tuple[float, float]
 ) -> tuple[Tensor, Tensor]:
-    """Where learning starts: t̂ from log σ² down by 3, or through the whole range for inpainting."""
+    """Where learning starts: t̂ from log σ² down by 3; for inpainting from near t̂_max down to t̂_min."""
     low, high = t_hat_range
     edge = _EDGE * (high - low)
     noise = 2 * math.log(level)
-    first, last = (noise, noise - 3) if task == DENOISE else (high, low)
+    first, last = (noise, noise - 3) if task == DENOISE else (high - 1, low)
     t_hats = torch.linspace(first, last, steps, dtype=torch.float64).clamp(low + edge, high - edge)
-    ratio = torch.full_like(t_hats, 0.5 if task == DENOISE else 1.0)
-    ratio[-1] = 1.0
+    ratio = torch.full_like(t_hats, 0.5 if task == DENOISE else 1.5)  # η_i/e^t̂_i
+    if task == DENOISE:
+        ratio[-1] = 1.0
     return t_hats, ratio * t_hats.exp()
 
 
@@ -196,9 +94,14 @@ def learn_schedule(
     start: tuple[Tensor, Tensor],
     *,
     evaluations: int = 40,
+    rough: bool = False,
     callback: Callable[[Progress], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """t̂ and η, each (I,), that minimise the squared error on all crops, by L-BFGS from ``start``."""
+    """t̂ and η, each (I,), that minimise the squared error on all crops, from ``start``.
+
+    By L-BFGS, or with ``rough`` by a method for losses that are not smooth at the scale of its steps.
+    The best that was met is returned.
+    """
     if not problems or evaluations < 1:
         raise GncpriorError("Learning a schedule needs images and at least one evaluation.")
     parameters = Parameters(*start, prior.t_hat_range)
@@ -228,9 +131,15 @@ def learn_schedule(
             callback(Progress(count, -decibels))
         return decibels
 
+    (_descend if rough else _minimise)(parameters.free, closure, evaluations)
+    with torch.no_grad():
+        parameters.free.copy_(best[1])
+        return parameters.schedule()
+
+
+def _minimise(free: Tensor, closure: Callable[[], float], evaluations: int) -> None:
     optimizer = torch.optim.LBFGS(
-        [parameters.free],
-        lr=1.0,
+        [free],
         max_iter=evaluations,
         max_eval=evaluations,
         history_size=20,
@@ -239,9 +148,17 @@ def learn_schedule(
         line_search_fn="strong_wolfe",
     )
     optimizer.step(closure)
-    with torch.no_grad():
-        parameters.free.copy_(best[1])
-        return parameters.schedule()
+
+
+def _descend(free: Tensor, closure: Callable[[], float], evaluations: int) -> None:
+    """Adam with bounded slopes: where steps amplify, a slope says little of what lies beyond its point."""
+    optimizer = torch.optim.Adam([free], betas=(0.8, 0.95))
+    for k in range(evaluations):
+        closure()
+        assert free.grad is not None
+        torch.nan_to_num_(free.grad).clamp_(-0.3, 0.3)
+        optimizer.param_groups[0]["lr"] = 0.1 * cosine(k, evaluations, 0.05)
+        optimizer.step()
 
 
 def learn_schedules(
@@ -275,9 +192,15 @@ def learn_schedules(
         held_out = crops(validation, task, level, count=min(count, 32), size=size, seed=seed)
         before = _first_schedule(prior, task, level, steps, start or result)
         tell = None if callback is None else (lambda p, level=level: callback(level, p))
-        learned.append(
-            learn_schedule(prior, problems, before, evaluations=evaluations, callback=tell)
+        found = learn_schedule(
+            prior,
+            problems,
+            before,
+            evaluations=evaluations,
+            rough=task != DENOISE,
+            callback=tell,
         )
+        learned.append(found)
         scores[f"{level:.6g}"] = {
             "training": mean_psnr(prior, problems, learned[-1]),
             "validation": mean_psnr(prior, held_out, learned[-1]),

@@ -34,7 +34,7 @@ def learn_schedule(
     ] = None,
     crops: Annotated[int, Parameter(help="Number of crops to learn from.")] = 64,
     size: Annotated[int, Parameter(help="Height and width of a crop in pixels.")] = 64,
-    evaluations: Annotated[int, Parameter(help="Evaluations of the loss per level, at most.")] = 40,
+    evaluations: Annotated[int, Parameter(help="Evaluations of the loss per level, at most.")] = 30,
     seed: Annotated[int, Parameter(help="Of crops, noise and masks.")] = 0,
     start: Annotated[
         Path | None, Parameter(help="Schedules to start from; their number of steps may differ.")
