@@ -222,6 +222,14 @@ def test_a_full_disk_keeps_the_old_file(saved, monkeypatch):
     assert [file.name for file in saved.parent.iterdir()] == [saved.name]
 
 
+def test_a_file_is_replaced_and_never_written_over(saved, tmp_path):
+    before = saved.read_bytes()
+    os.link(saved, tmp_path / "second name")
+    save_prior(saved, small(layers=1), {})
+    assert load_prior(saved).architecture.layers == 1
+    assert (tmp_path / "second name").read_bytes() == before
+
+
 def test_a_folder_that_is_a_file(saved):
     assert "Cannot write" in sentence(save_prior, saved / "inside.safetensors", small(), {})
 

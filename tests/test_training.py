@@ -264,16 +264,23 @@ def test_resume_is_bit_identical_and_the_log_is_that_of_one_run(tmp_path):
     class StopError(Exception):
         pass
 
-    def stop_at(step: int):
+    def stop_at(kind: str, step: int):
         def watch(event):
-            if event["event"] == "step" and event["step"] == step:
+            if event["event"] == kind and event["step"] == step:
                 raise StopError
 
         return watch
 
-    for step in (3, 9, 10, 23):
+    # after a validation comes a checkpoint, so that these two are logged and then forgotten
+    for kind, step in [
+        ("step", 3),
+        ("validation", 8),
+        ("step", 10),
+        ("validation", 16),
+        ("step", 23),
+    ]:
         with pytest.raises(StopError):
-            tiny(tmp_path / "parts", recipe, resume=step > 3, watch=stop_at(step))
+            tiny(tmp_path / "parts", recipe, resume=step > 3, watch=stop_at(kind, step))
     parts = tiny(tmp_path / "parts", recipe, resume=True)
     assert sha256(parts.prior_file) == sha256(whole.prior_file)
     kinds = ("validation", "finished")
@@ -299,6 +306,14 @@ def test_a_term_signal_saves_and_ends(tmp_path):
     assert log(tmp_path / "run")[-1] == {"event": "stopped", "step": 10}
     done = tiny(tmp_path / "run", recipe, resume=True)
     assert sha256(done.prior_file) == sha256(whole.prior_file)
+
+
+def test_the_prior_is_the_average_of_the_weights(tmp_path):
+    prior = load_prior(tiny(tmp_path).prior_file)
+    tensors, _ = read_tensors(RunFolder(tmp_path).checkpoints()[-1])
+    for k, tensor in enumerate(prior.parameters()):
+        assert torch.equal(tensor, tensors[f"average.{k}"])
+        assert not torch.equal(tensor, tensors[f"weights.{k}"])
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path):
