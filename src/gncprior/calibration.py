@@ -40,7 +40,9 @@ def time_slopes(prior: Prior, images: Sequence[Tensor], t_hats: Tensor, seed: in
 
 
 @torch.no_grad()
-def calibrate(prior: Prior, images: Sequence[Tensor], points: int = 49, seed: int = 0) -> dict[str, float]:
+def calibrate(
+    prior: Prior, images: Sequence[Tensor], points: int = 49, seed: int = 0
+) -> dict[str, float]:
     """Fit C(t̂) on clean images (C, H, W), add it to the prior, and say how large the mean slope was and is."""
     grid = prior.architecture.t_grid
     t_hats = torch.linspace(grid.low, grid.high, points, dtype=torch.float64)

@@ -117,7 +117,9 @@ def weight_grad(x: Tensor, r: Tensor, size: Size) -> Tensor:
 def convolve_into(x: Tensor, w: Tensor, out: Tensor) -> Tensor:
     """K x written into ``out``, without a graph."""
     with torch.no_grad():
-        return kernels.convolve(x, w, out) if kernels.serve(x, w, out) else out.copy_(convolve(x, w))
+        return (
+            kernels.convolve(x, w, out) if kernels.serve(x, w, out) else out.copy_(convolve(x, w))
+        )
 
 
 def convolve_transpose_into(r: Tensor, w: Tensor, out: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ closed form: with u_l = K_l h_{l−1}, h_l = φ_l(u_l),
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -56,7 +56,9 @@ class Architecture:
     def __post_init__(self) -> None:
         sizes = (self.layers, self.channels, self.filters, self.first_size, self.inner_size)
         if min(sizes) < 1 or min(self.x_knots, self.t_knots) < 2:
-            raise GncpriorError(f"Layers, channels, filters, sizes and knots must be positive: {self}.")
+            raise GncpriorError(
+                f"Layers, channels, filters, sizes and knots must be positive: {self}."
+            )
         if not (0 < self.t_min < self.t_max < math.inf and self.x_range > 0):
             raise GncpriorError(f"The ranges of t and of the features must be proper: {self}.")
 
@@ -72,7 +74,9 @@ class Architecture:
 class Prior(nn.Module):
     """R_L(x,t).  ``info`` is whatever its file says about it: recipe, scores."""
 
-    def __init__(self, architecture: Architecture | None = None, info: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, architecture: Architecture | None = None, info: dict[str, Any] | None = None
+    ) -> None:
         super().__init__()
         self.architecture = a = architecture or Architecture()
         self.info = info or {}
@@ -124,6 +128,33 @@ class Prior(nn.Module):
             scale = scale * (spread**2 + t)
         last.weight.mul_(scale.to(last.weight)[:, None])
         return self
+
+    @torch.no_grad()
+    def deepened(self, layers: int) -> Prior:
+        """The same energy as a prior of more layers: each new one is an identity before the last potentials.
+
+        K = δ and φ = identity change nothing, so that training of R_{L+1} can start where R_L ended.
+        """
+        a = self.architecture
+        if layers < a.layers:
+            raise GncpriorError(f"A prior of {a.layers} layers cannot start one of {layers}.")
+        deep = Prior(replace(a, layers=layers)).to(self.filters[0])
+        for new, old in zip(deep.filters, self.filters, strict=False):
+            new.copy_(old)
+        for w in list(deep.filters)[a.layers :]:
+            centre = a.inner_size // 2
+            w[:, :, centre, centre] = torch.eye(a.filters)
+        mine, others = self._splines(), deep._splines()
+        for new, old in zip(others, [*mine[:-1], *[None] * (layers - a.layers), mine[-1]], strict=True):
+            if old is None:
+                new.start_identity()
+            else:
+                new.weight.copy_(old.weight)
+        if mine[0].spread is not None and others[0].spread is not None:
+            others[0].spread.copy_(mine[0].spread)
+            if layers > a.layers == 1:
+                raise GncpriorError("The scaled variant of one layer cannot be made deeper.")
+        return deep
 
     # ------------------------------------------------------------ parts
 
@@ -188,9 +219,7 @@ class Prior(nn.Module):
             h = evaluate(convolve(h, k), phi.tables[0], phi.inverse_gamma)
         return _total(h)
 
-    def grad(
-        self, x: Tensor, t_hat: float | Tensor, *, buffers: Buffers | None = None
-    ) -> Tensor:
+    def grad(self, x: Tensor, t_hat: float | Tensor, *, buffers: Buffers | None = None) -> Tensor:
         """∇_x R(x,t), shaped like x.  With ``buffers`` the result is one of them, good until the next call."""
         if self._tracked(x, t_hat):
             return self._tracked_sweep(x, t_hat)[1]
@@ -308,7 +337,9 @@ class Prior(nn.Module):
         """∇²_x R(x,t) v: the derivative of ∇R in the direction v."""
         self._check(x)
         if v.shape != x.shape:
-            raise GncpriorError(f"The direction {tuple(v.shape)} must have the shape of x {tuple(x.shape)}.")
+            raise GncpriorError(
+                f"The direction {tuple(v.shape)} must have the shape of x {tuple(x.shape)}."
+            )
         layers = self.collapse(self.times(t_hat, len(x)))
         w = self.kernels()
         sweeps = []

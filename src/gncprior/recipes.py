@@ -60,6 +60,7 @@ class Recipe:
     stratified: bool = _option(
         True, LEARNING, "One log t in each of as many equal strata as patches."
     )
+    start: str = _option("", LEARNING, "Prior, by name or file, of as many layers or fewer, to start from.")
     gain: float = _option(5.0, LEARNING, "Norm of the first filters at the start.")
     spread: float = _option(0.04, LEARNING, "s of the scaled variant, in units of the image.")
     calibrate: bool = _option(True, LEARNING, "Calibrate the energy in t after the last step.")
@@ -77,8 +78,8 @@ class Recipe:
             right = type(value) is kind
             if kind is float and type(value) is int:
                 object.__setattr__(self, f.name, float(value))
-            elif not right or not math.isfinite(value):
-                words = {int: "a whole number", float: "a number", bool: "true or false"}
+            elif not right or (kind is not str and not math.isfinite(value)):
+                words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
                 raise GncpriorError(f"{f.name} must be {words[kind]}, not {value!r}.")
         positive = ("patch", "batch", "steps", "log_every", "gain")
         not_negative = ("lr_filters", "lr_splines", "lr_end", "warmup", "weight_decay", "t_weight",

@@ -1,7 +1,6 @@
-r"""Joint score matching in the image and in the log-variance (paper, section 3.2).
+"""Joint score matching in the image and in the log-variance (paper, section 3.2).
 
-.. math:: \hat J(θ) = E\, ½\bigl[ ‖e^{\hat t/2} ∇_y R(y,\hat t) − n‖² + m_t((∂_{\hat t}R)² − 2 ∂²_{\hat t}R) \bigr],
-          \quad y = x + e^{\hat t/2} n,\; m_t = 1/d
+    Ĵ(θ) = E ½[ ‖e^{t̂/2} ∇_y R(y,t̂) − n‖² + m_t((∂_t̂R)² − 2∂²_t̂R) ],   y = x + e^{t̂/2} n,  m_t = 1/d
 
 Both terms are reported, and differentiated, per pixel (divided by d) and as means over images.  The
 implicit second term lacks the boundary term of its integration by parts,
@@ -67,8 +66,15 @@ class ScoreMatching:
         self, prior: Prior, t_weight: float = 1.0, t_fraction: float = 1.0, boundary: bool = False
     ) -> None:
         if not (t_weight >= 0 and 0 < t_fraction <= 1):
-            raise GncpriorError("The weight of the t̂ term must be ≥ 0 and its part of the batch in (0, 1].")
-        self.prior, self.t_weight, self.t_fraction, self.boundary = prior, t_weight, t_fraction, boundary
+            raise GncpriorError(
+                "The weight of the t̂ term must be ≥ 0 and its part of the batch in (0, 1]."
+            )
+        self.prior, self.t_weight, self.t_fraction, self.boundary = (
+            prior,
+            t_weight,
+            t_fraction,
+            boundary,
+        )
         self._buffers = Buffers()
 
     def __call__(self, x: Tensor, noise: Tensor, t_hat: Tensor) -> Terms:
@@ -114,21 +120,23 @@ class ScoreMatching:
         u, slope, curvature, adjoint = [], [], [], []
         inputs = [pair("inputs", 0, y)]
         inputs[0][:images] = y
-        for l, (k, phi) in enumerate(zip(w, layers, strict=True)):  # noqa: E741  (the paper's index)
-            u.append(convolve_into(inputs[l][:images], k, memory("u", l)))
-            slope.append(memory("slope", l))
-            curvature.append(memory("curvature", l))
+        for i, (k, phi) in enumerate(zip(w, layers, strict=True)):
+            u.append(convolve_into(inputs[i][:images], k, memory("u", i)))
+            slope.append(memory("slope", i))
+            curvature.append(memory("curvature", i))
             value = None
-            if l < last:
-                inputs.append(pair("inputs", l + 1, u[l]))
-                value = inputs[l + 1][:images]
-            evaluate_into(u[l], phi.tables[0], phi.inverse_gamma, value, slope[l], curvature[l])
+            if i < last:
+                inputs.append(pair("inputs", i + 1, u[i]))
+                value = inputs[i + 1][:images]
+            evaluate_into(u[i], phi.tables[0], phi.inverse_gamma, value, slope[i], curvature[i])
 
-        outputs = [pair("outputs", l, u[l]) for l in range(last + 1)]  # b and g
+        outputs = [pair("outputs", i, u[i]) for i in range(last + 1)]  # b and g
         outputs[last][images:] = slope[last]
-        for l in range(last, 0, -1):  # noqa: E741
-            adjoint.insert(0, convolve_transpose_into(outputs[l][images:], w[l], memory("adjoint", l - 1)))
-            torch.mul(slope[l - 1], adjoint[0], out=outputs[l - 1][images:])
+        for i in range(last, 0, -1):
+            adjoint.insert(
+                0, convolve_transpose_into(outputs[i][images:], w[i], memory("adjoint", i - 1))
+            )
+            torch.mul(slope[i - 1], adjoint[0], out=outputs[i - 1][images:])
         gradient = convolve_transpose_into(
             outputs[0][images:], w[0], self._buffers.get("gradient", y.shape, y)
         )
@@ -143,37 +151,39 @@ class ScoreMatching:
         histogram_grads: tuple[Tensor, ...] = ()
         time_tables = None
         if with_t:
-            t_term, histogram_grads, time_tables = self._t_term_of_one_layer(u[0], layers[0], d, scale)
+            t_term, histogram_grads, time_tables = self._t_term_of_one_layer(
+                u[0], layers[0], d, scale
+            )
 
         rate = []
-        for l in range(last + 1):  # noqa: E741
-            rate.append(convolve_into(inputs[l][images:], w[l], memory("rate", l)))
-            if l < last:
-                torch.mul(slope[l], rate[l], out=inputs[l + 1][images:])
+        for i in range(last + 1):
+            rate.append(convolve_into(inputs[i][images:], w[i], memory("rate", i)))
+            if i < last:
+                torch.mul(slope[i], rate[i], out=inputs[i + 1][images:])
 
         table_grads: list[Tensor] = []
         outer: Tensor | None = None  # B_l
-        for l in range(last, -1, -1):  # noqa: E741
-            phi, b = layers[l], outputs[l][:images]
-            torch.mul(curvature[l], rate[l], out=b)
-            weight = rate[l]
+        for i in range(last, -1, -1):
+            phi, b = layers[i], outputs[i][:images]
+            torch.mul(curvature[i], rate[i], out=b)
+            weight = rate[i]
             if outer is not None:
-                b.mul_(adjoint[l]).addcmul_(slope[l], outer)
-                weight = rate[l].mul_(adjoint[l])
+                b.mul_(adjoint[i]).addcmul_(slope[i], outer)
+                weight = rate[i].mul_(adjoint[i])
             moments = differentiate_transpose(
-                scatter(u[l], weight, phi.inverse_gamma, phi.knots), phi.inverse_gamma
+                scatter(u[i], weight, phi.inverse_gamma, phi.knots), phi.inverse_gamma
             )
             if outer is not None:
-                moments = moments + scatter(u[l], outer, phi.inverse_gamma, phi.knots)
+                moments = moments + scatter(u[i], outer, phi.inverse_gamma, phi.knots)
             table_grads.insert(0, moments)
             if time_tables is not None:  # what the t̂ term says of u, in the buffer of φ''
-                evaluate_into(u[l], time_tables, phi.inverse_gamma, curvature[l])
-                b.add_(curvature[l])
-            kernel = (w[l].shape[-2], w[l].shape[-1])
-            filters_grad = weight_grad(inputs[l], outputs[l], kernel)
-            prior.filters[l].grad = zero_mean(filters_grad) if l == 0 else filters_grad
-            if l:
-                outer = convolve_transpose_into(b, w[l], memory("outer", l - 1))
+                evaluate_into(u[i], time_tables, phi.inverse_gamma, curvature[i])
+                b.add_(curvature[i])
+            kernel = (w[i].shape[-2], w[i].shape[-1])
+            filters_grad = weight_grad(inputs[i], outputs[i], kernel)
+            prior.filters[i].grad = zero_mean(filters_grad) if i == 0 else filters_grad
+            if i:
+                outer = convolve_transpose_into(b, w[i], memory("outer", i - 1))
 
         tables = [phi.tables[0] for phi in layers]
         grads = table_grads
@@ -197,9 +207,14 @@ class ScoreMatching:
 
 
 def loss_by_autograd(
-    prior: Prior, x: Tensor, noise: Tensor, t_hat: Tensor, t_weight: float = 1.0, boundary: bool = False
+    prior: Prior,
+    x: Tensor,
+    noise: Tensor,
+    t_hat: Tensor,
+    t_weight: float = 1.0,
+    boundary: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The three terms written down plainly, with a graph: what :class:`ScoreMatching` is tested and timed against."""
+    """The three terms written down plainly, with a graph: the yardstick of :class:`ScoreMatching`."""
     y = x + _root(t_hat) * noise
     y.requires_grad_(True)
     (gradient,) = torch.autograd.grad(prior.energy(y, t_hat).sum(), y, create_graph=True)

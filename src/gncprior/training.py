@@ -27,7 +27,7 @@ from torch import Tensor
 
 from gncprior.buffers import Buffers
 from gncprior.calibration import calibrate
-from gncprior.checkpoints import save_prior
+from gncprior.checkpoints import load_prior, save_prior
 from gncprior.datasets import Dataset
 from gncprior.errors import GncpriorError
 from gncprior.metrics import psnr
@@ -60,6 +60,19 @@ def architecture_of(recipe: Recipe) -> Architecture:
     return Architecture(**{name: getattr(recipe, name) for name in names})
 
 
+def _start(recipe: Recipe) -> Prior:
+    """The paper's start, or that of a prior learned before, deepened by identities."""
+    architecture = architecture_of(recipe)
+    if not recipe.start:
+        return Prior(architecture).start(recipe.gain, recipe.spread, recipe.seed)
+    prior = load_prior(recipe.start).deepened(recipe.layers).requires_grad_(True)
+    if prior.architecture != architecture:
+        raise GncpriorError(
+            f"The prior {recipe.start} is {prior.architecture}, the recipe wants {architecture}."
+        )
+    return prior
+
+
 # ---------------------------------------------------------------- state
 
 
@@ -68,8 +81,7 @@ class State:
 
     def __init__(self, recipe: Recipe, device: torch.device | str = "cpu") -> None:
         self.recipe = recipe
-        self.prior = Prior(architecture_of(recipe))
-        self.prior.start(recipe.gain, recipe.spread, recipe.seed).to(device)
+        self.prior = _start(recipe).to(device)
         self.params = [*self.prior.filters, *(s.weight for s in self.prior._splines())]
         split = len(self.prior.filters)
         self.optimizer = AdaBelief(

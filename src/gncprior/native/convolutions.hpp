@@ -192,11 +192,10 @@ inline void correlate_row(const Planes& in, i64 y, i64 x, i64 inputs, Kernel ker
     store(out + y * stride + x, sum);
 }
 
-template <int KH>
-inline i64 correlate_blocks(const Planes& in, i64 inputs, Kernel kernel, const float* w, i64 rows,
+// From row y on, as many whole blocks of rows as there are; returns the first row left over.
+template <int BLOCK, int KH>
+inline i64 correlate_blocks(const Planes& in, i64 y, i64 inputs, Kernel kernel, const float* w, i64 rows,
                             i64 columns, float* out, i64 stride) {
-    constexpr int BLOCK = LANES == 16 ? 8 : 4;
-    i64 y = 0;
     for (; y + BLOCK <= rows; y += BLOCK) {
         i64 x = 0;
         for (; x + LANES < columns; x += 2 * LANES)
@@ -204,22 +203,29 @@ inline i64 correlate_blocks(const Planes& in, i64 inputs, Kernel kernel, const f
         if (x < columns)
             correlate_rows<BLOCK, 1, KH>(in, y, x, inputs, kernel.width, w, out, stride);
     }
-    for (; y < rows; ++y)
-        for (i64 x = 0; x < columns; x += LANES)
-            correlate_rows<1, 1, KH>(in, y, x, inputs, kernel.width, w, out, stride);
-    return rows;
+    return y;
+}
+
+template <int KH>
+inline void correlate_height(const Planes& in, i64 inputs, Kernel kernel, const float* w, i64 rows,
+                             i64 columns, float* out, i64 stride) {
+    i64 y = 0;
+    if (LANES == 16) y = correlate_blocks<8, KH>(in, y, inputs, kernel, w, rows, columns, out, stride);
+    y = correlate_blocks<4, KH>(in, y, inputs, kernel, w, rows, columns, out, stride);
+    y = correlate_blocks<2, KH>(in, y, inputs, kernel, w, rows, columns, out, stride);
+    correlate_blocks<1, KH>(in, y, inputs, kernel, w, rows, columns, out, stride);
 }
 
 // out[y][x] += Σ_i Σ_k w[i,k] in_i[y + k_y][x + k_x]
 inline void correlate_to_one(const Planes& in, i64 inputs, Kernel kernel, const float* w, i64 rows,
                              i64 columns, float* out, i64 stride) {
-    i64 done = 0;
-    if (kernel.height == 7) done = correlate_blocks<7>(in, inputs, kernel, w, rows, columns, out, stride);
-    else if (kernel.height == 5) done = correlate_blocks<5>(in, inputs, kernel, w, rows, columns, out, stride);
-    else if (kernel.height == 3) done = correlate_blocks<3>(in, inputs, kernel, w, rows, columns, out, stride);
-    for (i64 y = done; y < rows; ++y)
-        for (i64 x = 0; x < columns; x += LANES)
-            correlate_row(in, y, x, inputs, kernel, w, out, stride);
+    if (kernel.height == 7) correlate_height<7>(in, inputs, kernel, w, rows, columns, out, stride);
+    else if (kernel.height == 5) correlate_height<5>(in, inputs, kernel, w, rows, columns, out, stride);
+    else if (kernel.height == 3) correlate_height<3>(in, inputs, kernel, w, rows, columns, out, stride);
+    else
+        for (i64 y = 0; y < rows; ++y)
+            for (i64 x = 0; x < columns; x += LANES)
+                correlate_row(in, y, x, inputs, kernel, w, out, stride);
 }
 
 // Weights of the transpose for `correlate_to_one`: the flipped filters [output][k_x][k_y] of input i.
@@ -383,7 +389,7 @@ inline void weight_grad_block(const Planes& in, i64 i, i64 ky, i64 kx, const Pla
 // all images, so that the order of the sums never depends on the threads.
 inline void weight_grad(const float* x, const float* r, i64 images, i64 inputs, i64 outputs, Shape shape,
                         Kernel k, float* dw, int threads) {
-    constexpr i64 BLOCK = LANES == 16 ? 8 : 4;  // outputs of a task
+    constexpr i64 BLOCK = 6;  // outputs of a task
     const i64 columns = tile_side(64, k.width);
     const Tiling tiles(shape, tile_rows(inputs, columns, k), columns);
     parallel_for(ceil_div(outputs, BLOCK), threads, [&](i64 task) {
@@ -421,9 +427,11 @@ inline void weight_grad(const float* x, const float* r, i64 images, i64 inputs, 
                             }
                         };
                         using std::integral_constant;
-                        sweep(integral_constant<int, LANES == 16 ? 4 : 2>{}, integral_constant<int, 5>{});
-                        sweep(integral_constant<int, LANES == 16 ? 8 : 4>{}, integral_constant<int, 3>{});
-                        sweep(integral_constant<int, LANES == 16 ? 8 : 4>{}, integral_constant<int, 1>{});
+                        constexpr bool many = LANES == 16;  // registers
+                        if (many) sweep(integral_constant<int, 3>{}, integral_constant<int, 7>{});
+                        sweep(integral_constant<int, many ? 3 : 2>{}, integral_constant<int, 5>{});
+                        sweep(integral_constant<int, many ? 6 : 3>{}, integral_constant<int, 3>{});
+                        sweep(integral_constant<int, 6>{}, integral_constant<int, 1>{});
                     }
             }
     });

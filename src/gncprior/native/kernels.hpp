@@ -41,9 +41,13 @@ inline vec load(const float* p) { return *reinterpret_cast<const loose_vec*>(p);
 inline void store(float* p, vec v) { *reinterpret_cast<loose_vec*>(p) = v; }
 inline vec splat(float a) { return a - vec{}; }
 inline float sum(vec v) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps(v);
+#else
     float s = 0;
     for (int i = 0; i < LANES; ++i) s += v[i];
     return s;
+#endif
 }
 
 inline i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }

@@ -1,0 +1,230 @@
+"""Joint score matching: its hand-derived gradient, and what it learns where the truth is known."""
+
+import math
+
+import pytest
+import torch
+
+from gncprior.errors import GncpriorError
+from gncprior.mixtures import GaussianMixture
+from gncprior.optimizers import AdaBelief, cosine
+from gncprior.prior import Architecture, Prior
+from gncprior.score_matching import ScoreMatching, loss_by_autograd
+
+
+def small_prior(layers, dtype, scaled=False, channels=1):
+    prior = Prior(
+        Architecture(
+            layers=layers,
+            channels=channels,
+            filters=5,
+            first_size=3,
+            x_knots=9,
+            t_knots=5,
+            scaled=scaled,
+        )
+    ).to(dtype)
+    prior.start(gain=2.0, spread=0.3)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in prior.parameters():
+            p += 0.1 * torch.randn(p.shape, generator=generator, dtype=torch.float64).to(dtype)
+    return prior
+
+
+def batch_of(count, channels, dtype, seed=2):
+    generator = torch.Generator().manual_seed(seed)
+    x, noise = torch.randn(2, count, channels, 7, 6, generator=generator, dtype=torch.float64)
+    t_hat = torch.linspace(-8.0, -0.3, count, dtype=torch.float64)
+    return x.to(dtype), noise.to(dtype), t_hat.to(dtype)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
+def test_terms_and_gradients_are_those_of_the_plain_formula(layers, scaled, dtype, rtol):
+    prior = small_prior(layers, dtype, scaled, channels=3 if layers == 2 else 1)
+    data = batch_of(4, prior.architecture.channels, dtype)
+    terms = ScoreMatching(prior, t_weight=1.3, boundary=True)(*data)
+    mine = [p.grad.clone() for p in prior.parameters()]
+    for p in prior.parameters():
+        p.grad = None
+    plain = loss_by_autograd(prior, *data, t_weight=1.3, boundary=True)
+    sum(plain).backward()
+    for got, want in zip((terms.x, terms.t, terms.boundary), plain, strict=True):
+        assert got == pytest.approx(float(want.detach()), rel=10 * rtol)
+    assert terms.total == pytest.approx(float(sum(plain).detach()), rel=10 * rtol)
+    for got, p in zip(mine, prior.parameters(), strict=True):
+        assert (got - p.grad).abs().max() <= rtol * p.grad.abs().max()
+
+
+def test_gradient_is_that_of_finite_differences():
+    prior = small_prior(2, torch.float64)
+    data = batch_of(3, 1, torch.float64)
+    objective = ScoreMatching(prior, t_weight=0.7, boundary=True)
+    objective(*data)
+    generator = torch.Generator().manual_seed(3)
+    for p in prior.parameters():
+        direction = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+        slope = float((p.grad * direction).sum())
+        values = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                p.add_(direction, alpha=sign * 1e-6)
+            values.append(sum(float(v.detach()) for v in loss_by_autograd(prior, *data, 0.7, True)))
+            with torch.no_grad():
+                p.sub_(direction, alpha=sign * 1e-6)
+        assert (values[0] - values[1]) / 2e-6 == pytest.approx(slope, rel=1e-6)
+
+
+def test_gradients_are_overwritten_and_buffers_do_not_remember():
+    prior = small_prior(3, torch.float32)
+    objective = ScoreMatching(prior)
+    first = batch_of(4, 1, torch.float32)
+    objective(*first)
+    want = [p.grad.clone() for p in prior.parameters()]
+    objective(*batch_of(6, 1, torch.float32, seed=9))
+    objective(*first)
+    assert all(torch.equal(p.grad, w) for p, w in zip(prior.parameters(), want, strict=True))
+
+
+def test_first_filters_get_no_gradient_towards_a_mean():
+    prior = small_prior(1, torch.float64)
+    ScoreMatching(prior)(*batch_of(4, 1, torch.float64))
+    assert prior.filters[0].grad.mean(dim=(1, 2, 3)).abs().max() < 1e-15
+
+
+def test_t_term_on_parts_of_the_batch_averages_to_the_whole():
+    prior = small_prior(2, torch.float64)
+    x, noise, t_hat = batch_of(4, 1, torch.float64)
+    whole = ScoreMatching(prior)(x, noise, t_hat).t
+    objective = ScoreMatching(prior, t_fraction=0.25)
+    parts = [objective(*(v.roll(k, 0) for v in (x, noise, t_hat))).t for k in range(4)]
+    assert sum(parts) / 4 == pytest.approx(whole, rel=1e-12)
+
+
+def test_weights_out_of_range_are_refused():
+    prior = small_prior(1, torch.float32)
+    for options in ({"t_weight": -1.0}, {"t_fraction": 0.0}, {"t_fraction": 1.5}):
+        with pytest.raises(GncpriorError):
+            ScoreMatching(prior, **options)
+
+
+# ---------------------------------------------------------------- the truth: a Gaussian mixture
+
+T_MIN, T_MAX = 0.1, 1.0
+ACROSS = torch.tensor([-1.0, 1.0], dtype=torch.float64) / math.sqrt(2)
+SPREADS = torch.tensor([0.06, 0.08, 0.06], dtype=torch.float64)
+
+
+def two_pixels() -> GaussianMixture:
+    """Images of two pixels: their difference is a mixture, their mean is nearly uniform.
+
+    (The prior does not see the mean; a variance of 10⁶ makes the truth blind to it as well.)
+    """
+    along = torch.tensor([1.0, 1.0], dtype=torch.float64) / math.sqrt(2)
+    weights = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    centres = torch.tensor([0.0, 0.9, -0.7], dtype=torch.float64)
+    means = centres[:, None] * ACROSS
+    covariances = SPREADS[:, None, None] * torch.outer(ACROSS, ACROSS) + 1e6 * torch.outer(
+        along, along
+    )
+    return GaussianMixture(weights, means, covariances)
+
+
+def pairs(count: int, seed: int = 0):
+    """Images of two pixels, noise and t̂, spread evenly over their density.
+
+    The points are a rank-1 lattice, shifted at random, carried through the inverse distribution
+    functions: a mean over them is far closer to the expectation than one over random draws.  Only
+    the difference of the two pixels counts, so the noise has no other part.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shift = torch.rand(4, 1, generator=generator, dtype=torch.float64)
+    root = 1.1673039782614187  # of x⁵ = x + 1: its powers make a good lattice in four dimensions
+    steps = torch.tensor([[root**-k] for k in (1, 2, 3, 4)], dtype=torch.float64)
+    u = (shift + torch.arange(count, dtype=torch.float64) * steps) % 1
+    mixture = two_pixels()
+    component = torch.bucketize(u[0], mixture.weights.cumsum(0)[:-1])
+    normal = torch.special.ndtri(u[1:3].clamp(1e-9, 1 - 1e-9))
+    centre = (mixture.means @ ACROSS)[component]
+    x = (centre + SPREADS[component].sqrt() * normal[0])[:, None] * ACROSS
+    noise = normal[1][:, None] * ACROSS
+    t_hat = math.log(T_MIN) + (math.log(T_MAX) - math.log(T_MIN)) * u[3]
+    shape = (count, 1, 1, 2)
+    return x.float().view(shape), noise.float().view(shape), t_hat.float()
+
+
+def pair_prior() -> Prior:
+    """One expert, of the difference of two pixels; no pair falls beyond its grid."""
+    prior = Prior(
+        Architecture(
+            filters=1, first_size=3, x_knots=41, x_range=5.0, t_knots=4, t_min=T_MIN, t_max=T_MAX
+        )
+    ).start()
+    with torch.no_grad():
+        prior.filters[0].zero_()
+        prior.filters[0][0, 0, 1] = torch.tensor([-0.45, 0.0, 0.45])
+    return prior
+
+
+def least_squares(objective: ScoreMatching, batch, iterations: int) -> float:
+    """With the filters fixed the loss is quadratic in the spline weights: conjugate gradients solve it."""
+    w = objective.prior.splines[0].weight
+
+    def gradient(at):
+        with torch.no_grad():
+            w.copy_(at)
+        terms = objective(*batch)
+        return w.grad.double(), terms.total
+
+    x = w.detach().double()
+    zero, _ = gradient(torch.zeros_like(x))
+    residual = -gradient(x)[0]
+    p = residual.clone()
+    for _ in range(iterations):
+        ap = gradient(p)[0] - zero
+        before = residual.square().sum()
+        alpha = before / (p * ap).sum()
+        x += alpha * p
+        residual -= alpha * ap
+        p = residual + residual.square().sum() / before * p
+    return gradient(x)[1]
+
+
+@pytest.fixture(scope="module")
+def learned():
+    prior = pair_prior()
+    least_squares(ScoreMatching(prior, boundary=True), pairs(8192), 150)
+    return two_pixels(), prior.requires_grad_(False)
+
+
+@pytest.mark.parametrize("t", [0.1, 0.15, 0.25, 0.4, 0.7, 1.0])
+def test_learned_energy_has_the_score_and_the_time_slope_of_the_mixture(learned, t):
+    mixture, prior = learned
+    x, noise, _ = pairs(10000, seed=1)
+    y = x + math.sqrt(t) * noise
+    truth = mixture.grad(y.double().flatten(1), t)
+    truth = truth - truth.mean(1, keepdim=True)
+    error = prior.grad(y, math.log(t)).double().flatten(1) - truth
+    assert error.norm() <= 0.05 * truth.norm()
+    slope = t * mixture.dt(y.double().flatten(1), t)
+    got, _ = prior.t_derivatives(y, math.log(t))
+    assert (got - slope).norm() <= 0.05 * slope.norm()
+
+
+def test_training_reaches_the_loss_of_the_least_squares_solution():
+    batch = pairs(2048)
+    best = least_squares(ScoreMatching(pair_prior(), boundary=True), batch, 150)
+    prior = pair_prior()
+    objective = ScoreMatching(prior, boundary=True)
+    optimizer = AdaBelief([prior.splines[0].weight])
+    start = objective(*batch).total
+    steps = 400
+    for step in range(steps):
+        objective(*batch)
+        optimizer.param_groups[0]["lr"] = 0.1 * cosine(step, steps, 0.01)
+        optimizer.step()
+    reached = objective(*batch).total
+    assert best < start - 0.01 * abs(best)  # there is something to learn
+    assert abs(reached - best) <= 0.01 * abs(best)
