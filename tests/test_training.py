@@ -21,9 +21,10 @@ from PIL import Image
 from gncprior import GncpriorError, checkpoints, cli, training
 from gncprior.checkpoints import load_prior, read_tensors, write_tensors
 from gncprior.datasets import Dataset
+from gncprior.gauges import one_step_psnr
 from gncprior.recipes import Recipe, read_recipe, recipe_names
 from gncprior.runs import RunFolder
-from gncprior.training import State, one_step_psnr, train
+from gncprior.training import State, train
 from gncprior.workers import Workers
 
 TINY = Recipe(

@@ -48,6 +48,7 @@ class Recipe:
     steps: int = _option(20_000, LEARNING, "Steps of the optimizer.")
     lr_filters: float = _option(1e-3, LEARNING, "Learning rate of the filters at the start.")
     lr_splines: float = _option(1e-3, LEARNING, "Learning rate of the potentials at the start.")
+    t_rates: bool = _option(True, LEARNING, "Rates of the last potentials fall with t, as 1/(1 + 100 t).")
     lr_end: float = _option(
         0.05, LEARNING, "Learning rates at the end, as a part of those at the start."
     )
@@ -60,7 +61,9 @@ class Recipe:
     stratified: bool = _option(
         True, LEARNING, "One log t in each of as many equal strata as patches."
     )
-    start: str = _option("", LEARNING, "Prior, by name or file, of as many layers or fewer, to start from.")
+    start: str = _option(
+        "", LEARNING, "Prior, by name or file, of as many layers or fewer, to start from."
+    )
     gain: float = _option(5.0, LEARNING, "Norm of the first filters at the start.")
     spread: float = _option(0.04, LEARNING, "s of the scaled variant, in units of the image.")
     calibrate: bool = _option(True, LEARNING, "Calibrate the energy in t after the last step.")
@@ -79,7 +82,12 @@ class Recipe:
             if kind is float and type(value) is int:
                 object.__setattr__(self, f.name, float(value))
             elif not right or (kind is not str and not math.isfinite(value)):
-                words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+                words = {
+                    int: "a whole number",
+                    float: "a number",
+                    bool: "true or false",
+                    str: "text",
+                }
                 raise GncpriorError(f"{f.name} must be {words[kind]}, not {value!r}.")
         positive = ("patch", "batch", "steps", "log_every", "gain")
         not_negative = ("lr_filters", "lr_splines", "lr_end", "warmup", "weight_decay", "t_weight",

@@ -16,8 +16,8 @@ import dataclasses
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,12 +25,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gncprior.buffers import Buffers
 from gncprior.calibration import calibrate
 from gncprior.checkpoints import load_prior, save_prior
 from gncprior.datasets import Dataset
 from gncprior.errors import GncpriorError
-from gncprior.metrics import psnr
+from gncprior.gauges import Meter, one_step_psnr
 from gncprior.optimizers import AdaBelief, Average, cosine
 from gncprior.prior import Architecture, Prior
 from gncprior.recipes import Recipe
@@ -38,7 +37,6 @@ from gncprior.runs import Event, RunFolder
 from gncprior.score_matching import ScoreMatching
 from gncprior.workers import Workers, signals
 
-SIGMAS = (5, 15, 25, 50)  # of validation, in grey levels of 255
 MAX_SKIPPED = 5  # steps in a row without a finite gradient
 CALIBRATION_IMAGES = 40
 LARGEST = 512  # pixels along an edge of images for validation and calibration: enough, and quick
@@ -84,10 +82,16 @@ class State:
         self.prior = _start(recipe).to(device)
         self.params = [*self.prior.filters, *(s.weight for s in self.prior._splines())]
         split = len(self.prior.filters)
-        self.optimizer = AdaBelief(
-            [{"params": self.params[:split]}, {"params": self.params[split:]}],
-            weight_decay=recipe.weight_decay,
-        )
+        filters: Event = {"params": self.params[:split]}
+        splines: Event = {"params": self.params[split:]}
+        if recipe.t_rates:
+            # the curvature of the last potentials falls as 1/(t + 0.01), and what is a small step at
+            # small t would be noise at large t
+            t = self.prior.architecture.t_grid.centres().exp()
+            scales = [torch.ones_like(p) for p in splines["params"]]
+            scales[-1] *= (1 / (1 + 100 * t)).to(scales[-1])[:, None]
+            splines["scales"] = scales
+        self.optimizer = AdaBelief([filters, splines], weight_decay=recipe.weight_decay)
         for p in self.params:
             self.optimizer.state[p] = {"mean": torch.zeros_like(p), "spread": torch.zeros_like(p)}
         self.average = Average(self.params, recipe.average)
@@ -333,62 +337,7 @@ class _Loop:
             self.run.note(event)
 
 
-# ---------------------------------------------------------------- gauges
-
-
-class Meter:
-    """The mean terms of the loss and the throughput since they were read last."""
-
-    def __init__(self, batch: int) -> None:
-        self._batch = batch
-        self._restart()
-
-    def _restart(self) -> None:
-        self._sums, self._steps, self._begin = np.zeros(3), 0, time.monotonic()
-
-    def add(self, terms: np.ndarray) -> None:
-        self._sums += terms
-        self._steps += 1
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Time that does not count."""
-        begin = time.monotonic()
-        yield
-        self._begin += time.monotonic() - begin
-
-    def read(self) -> dict[str, float]:
-        """Nothing if no step was taken."""
-        if not self._steps:
-            return {}
-        x, t, boundary = (self._sums / self._steps).tolist()
-        rate = self._steps * self._batch / (time.monotonic() - self._begin)
-        self._restart()
-        return {
-            "loss": x + t + boundary,
-            "x": x,
-            "t": t,
-            "boundary": boundary,
-            "patches_per_second": rate,
-        }
-
-
-@torch.no_grad()
-def one_step_psnr(
-    prior: Prior, images: Dataset, sigmas: Sequence[float] = SIGMAS
-) -> dict[str, float]:
-    """The mean PSNR of one-step denoising x = z − σ²∇R(z, log σ²), z = x + noise of σ/255, in dB."""
-    buffers, like = Buffers(), prior.filters[0]
-    totals = dict.fromkeys(sigmas, 0.0)
-    for k in range(len(images)):
-        x = images.tensor(k).to(like)
-        noise = torch.from_numpy(np.random.default_rng(k).standard_normal(x.shape)).to(like)
-        for level in sigmas:
-            sigma = level / 255
-            z = x + sigma * noise
-            restored = z.sub_(prior.grad(z, 2 * math.log(sigma), buffers=buffers), alpha=sigma**2)
-            totals[level] += float(psnr(restored, x, data_range=1.0))
-    return {f"psnr_{level:g}": total / len(images) for level, total in totals.items()}
+# ---------------------------------------------------------------- before a run
 
 
 def step_seconds(recipe: Recipe, device: str = "cpu", repeats: int = 2) -> float:
