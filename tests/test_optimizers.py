@@ -53,6 +53,15 @@ def test_groups_have_their_own_rates_and_many_tensors_are_one():
         torch.testing.assert_close(p.detach(), torch.full_like(p, expected), rtol=1e-12, atol=0)
 
 
+def test_scales_multiply_the_rate_of_parts_of_a_parameter():
+    gradients = [0.5, -1.0, 0.25]
+    p = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
+    scales = [torch.tensor([[0.5], [0.01]], dtype=torch.float64)]
+    run(AdaBelief([{"params": [p], "scales": scales}], lr=0.1), [p], [[g] for g in gradients])
+    expected = torch.tensor([[by_hand(1.0, gradients, 0.1 * s)] * 3 for s in (0.5, 0.01)])
+    torch.testing.assert_close(p.detach(), expected.double(), rtol=1e-6, atol=0)
+
+
 def test_groups_without_gradients_rest_and_mixed_ones_are_refused():
     a, b = (torch.ones(1, requires_grad=True) for _ in range(2))
     optimizer = AdaBelief([{"params": [a]}, {"params": [b]}], lr=0.1)

@@ -81,7 +81,7 @@ def change(**values) -> Recipe:
 def test_it_learns_to_denoise_and_leaves_a_prior_with_its_story(tmp_path):
     recipe = change(
         steps=250, batch=8, lr_filters=3e-3, lr_splines=3e-2, average=0.9, validate_every=100,
-        save_seconds=60.0, calibrate=True,
+        save_seconds=60.0, calibrate=True, t_rates=False,
     )  # fmt: skip
     outcome = tiny(tmp_path, recipe)
     untrained = one_step_psnr(State(recipe).prior.requires_grad_(False), VALIDATION)
@@ -129,7 +129,7 @@ def test_tweedie_psnr_of_a_known_denoiser():
 
 def test_one_step_by_hand():
     """State.advance is AdaBelief's first step with the rates of the two groups."""
-    recipe = change(lr_filters=0.01, lr_splines=0.1, average=0.5, warmup=1, steps=10)
+    recipe = change(lr_filters=0.01, lr_splines=0.1, average=0.5, warmup=1, steps=10, t_rates=False)
     state = State(recipe)
     before = [p.detach().clone() for p in state.params]
     sizes = [p.numel() for p in state.params]

@@ -22,6 +22,9 @@ from torch import Tensor
 class AdaBelief(torch.optim.Optimizer):
     """AdaBelief over parameter groups, each with its own ``lr``.
 
+    A group may bring ``scales``, a tensor for each parameter that multiplies its rate (by
+    broadcasting), for parameters whose parts live on different scales.
+
     ``weight_decay`` is decoupled: θ ← (1 − η·decay)θ before the step.  All parameters of a group
     have gradients, or none.  The number k of steps taken stands in the group as ``step``, the
     moments m and s in the state of a parameter as ``mean`` and ``spread``.
@@ -40,7 +43,8 @@ class AdaBelief(torch.optim.Optimizer):
                 "AdaBelief needs lr, eps and weight_decay ≥ 0 and betas in [0, 1), "
                 f"not {lr}, {eps}, {weight_decay}, {betas}."
             )
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "step": 0}
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"step": 0, "scales": None}
         super().__init__(params, defaults)
 
     @torch.no_grad()
@@ -79,6 +83,8 @@ class AdaBelief(torch.optim.Optimizer):
         roots = torch._foreach_sqrt(spreads)
         torch._foreach_div_(roots, math.sqrt(1 - beta2**k))
         torch._foreach_add_(roots, eps)
+        if group["scales"] is not None:
+            torch._foreach_div_(roots, group["scales"])
         torch._foreach_addcdiv_(params, means, roots, -lr / (1 - beta1**k))
 
 

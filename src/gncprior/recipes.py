@@ -48,7 +48,9 @@ class Recipe:
     steps: int = _option(20_000, LEARNING, "Steps of the optimizer.")
     lr_filters: float = _option(1e-3, LEARNING, "Learning rate of the filters at the start.")
     lr_splines: float = _option(1e-3, LEARNING, "Learning rate of the potentials at the start.")
-    t_rates: bool = _option(True, LEARNING, "Rates of the last potentials fall with t, as 1/(1 + 100 t).")
+    t_rates: bool = _option(
+        True, LEARNING, "Rates of the last potentials fall with t, as 1/(1 + 100 t)."
+    )
     lr_end: float = _option(
         0.05, LEARNING, "Learning rates at the end, as a part of those at the start."
     )
