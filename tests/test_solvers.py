@@ -14,6 +14,15 @@ from gncprior.schedules import linear
 from gncprior.solvers import solve_joint, solve_scheduled, tweedie
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Images are tiny here: more threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 class MixtureEnergy:
     """A mixture as a solver sees it: points are images of shape (1, 1, d), t̂ is per image."""
 
