@@ -15,8 +15,8 @@ PACKAGE = Path(gncprior.__file__).parent
 # Rooms in the order of the theory. A package is one room. New rooms are added where they belong.
 ROOMS = """
     errors buffers adjoint recipes
-    schedules mixtures native splines filters images metrics
-    prior checkpoints sensitivities
+    schedules mixtures native splines filters arrays images metrics
+    prior tiles checkpoints sensitivities
     fidelity
     solvers unrolled
     score_matching calibration optimizers datasets gauges runs workers training

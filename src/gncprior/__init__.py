@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from gncprior.mixtures import gnc_flow as gnc_flow
     from gncprior.prior import Architecture as Architecture
     from gncprior.prior import Prior as Prior
+    from gncprior.restore import denoise as denoise
+    from gncprior.restore import estimate_sigma as estimate_sigma
+    from gncprior.restore import inpaint as inpaint
 
 # Public name -> module of the package that defines it. The block above repeats it for type checkers
 # and editors; a test compares the two.
@@ -29,6 +32,9 @@ _PUBLIC = {
     "Architecture": "prior",
     "Prior": "prior",
     "load": "checkpoints",
+    "denoise": "restore",
+    "estimate_sigma": "restore",
+    "inpaint": "restore",
 }
 
 __all__ = sorted(_PUBLIC)  # noqa: PLE0605  (the table is the one place to extend)

@@ -73,6 +73,14 @@ def noise_level(prior: Prior, y: Tensor, points: int = 48) -> tuple[Tensor, Tens
     return torch.tensor(best, dtype=torch.float64), torch.tensor(curvature, dtype=torch.float64)
 
 
+def joint_noise_level(
+    prior: Prior, images: Sequence[Tensor], points: int = 48
+) -> tuple[float, float]:
+    """The same for images (1, C, H, W) that have one noise level in common, such as parts of a picture."""
+    slopes = [_time_slope(prior, image) for image in images]
+    return _first_minimum(lambda t_hat: sum(s(t_hat) for s in slopes), *prior.t_hat_range, points)
+
+
 def _first_minimum(
     slope: Callable[[float], float], low: float, high: float, points: int
 ) -> tuple[float, float]:

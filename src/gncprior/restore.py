@@ -1,0 +1,336 @@
+r"""Restore pictures: array in, the same kind of array out.
+
+.. code-block:: python
+
+    x = denoise(y)                        # the noise level is estimated
+    x = denoise(y, sigma=25 / 255, channel_axis=-1)
+    x = inpaint(y, mask)                  # mask True = unknown
+
+Numpy arrays and torch tensors of uint8, uint16, float16, float32 and float64 keep their kind, type,
+shape and device.  σ is a standard deviation on the scale [0, 1] whatever the type: 25/255 is 25 grey
+levels of a byte picture.  Pictures are (…, H, W), leading axes being a stack; with ``channel_axis`` that
+axis holds colours, and of 2 or 4 channels the last is alpha, which is kept.  Where no prior for
+colour is shipped, the channels of a picture are restored one by one.
+
+``quality="best"`` takes the deepest shipped prior and its longest learned schedule; "fast" the one with
+one layer and the shortest schedule.  Without a learned schedule a predefined one serves: t̂ from log σ²
+down by 3 in 4 steps, or the one step of Tweedie's formula; for inpainting from t̂_max to t̂_min in 100
+steps, or in 30 from t = 0.1 [these were the best on the validation images].
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gncprior.arrays import Pictures, copy_of, masks_like
+from gncprior.calibration import joint_noise_level
+from gncprior.checkpoints import SUFFIX, WEIGHTS, load_prior
+from gncprior.errors import GncpriorError
+from gncprior.fidelity import Denoising, Fidelity, Inpainting
+from gncprior.prior import Prior
+from gncprior.schedules import linear, sigma_from_t_hat, t_hat_from_sigma, t_hat_from_t
+from gncprior.solvers import History, solve_scheduled
+from gncprior.tiles import Tile, TiledEnergy, halo, tiles
+from gncprior.unrolled import DENOISE, INPAINT, load_schedules
+
+Array = TypeVar("Array", np.ndarray, Tensor)
+Quality = Literal["fast", "best"]
+Method = Literal["auto", "learned", "scheduled", "tweedie"]
+Progress = Callable[[int, int], None]  # parts done, parts in all
+
+TILE = 2048  # a tile of floats takes 16 MB, and the solver holds some six of them
+TEXTURE = 0.0035  # what texture adds to a noise level on average, nearly the same at every σ
+_ESTIMATE_TILE, _ESTIMATE_TILES = 512, 16  # more pixels make the estimate no better
+
+
+def denoise(
+    image: Array,
+    sigma: float | None = None,
+    *,
+    channel_axis: int | None = None,
+    data_range: float | None = None,
+    quality: Quality = "best",
+    prior: str | Path | Prior = "auto",
+    method: Method = "auto",
+    tile: int = TILE,
+    trace: list[History] | None = None,
+    progress: Progress | None = None,
+) -> Array:
+    """Remove Gaussian noise of standard deviation ``sigma``, on the scale [0, 1]; None estimates it.
+
+    ``data_range`` says what stands for 1 in float pictures (default 1; values outside are legal).
+    ``tile`` is the side of the parts that are worked on, which the result does not depend on.
+    ``trace`` is given the history of every part, and ``progress`` is told how many are done.
+    """
+    pictures = Pictures(image, channel_axis, data_range)
+    if sigma is not None and not 0 < sigma < math.inf:
+        raise GncpriorError(f"The noise level sigma must be positive and finite, not {sigma}.")
+    model, name = _choose(prior, quality, pictures.colours)
+    result = Pictures(copy_of(image), channel_axis, data_range)
+    levels: dict[tuple[int, ...], float] = {}
+    for index in pictures:
+        levels[index] = _estimate(pictures, index)[0] if sigma is None else float(sigma)
+
+    def solve(index: tuple[int, ...], part: Tile, scheme: Scheme) -> None:
+        z = pictures.read(index, part.outer)
+        pictures.check_finite(index, part.outer, z)
+        x = scheme.run(model, z, lambda z: Denoising(z, levels[index]), trace)
+        result.write(index, part.inner, x[(..., *part.crop)])
+
+    def scheme(index: tuple[int, ...]) -> Scheme:
+        return _scheme(DENOISE, levels[index], model, name, quality, method)
+
+    _each_part(pictures, model, tile, scheme, solve, progress)
+    return result.array
+
+
+def inpaint(
+    image: Array,
+    mask: Any,
+    *,
+    channel_axis: int | None = None,
+    data_range: float | None = None,
+    quality: Quality = "best",
+    prior: str | Path | Prior = "auto",
+    method: Method = "auto",
+    tile: int = TILE,
+    trace: list[History] | None = None,
+    progress: Progress | None = None,
+) -> Array:
+    """Fill in the pixels where ``mask`` is True; all others come back exactly as they were.
+
+    The mask is boolean and has the shape of the picture, or that without the channel axis, or is one
+    (H, W) for a stack.  Unknown pixels may hold anything, NaN too.  The rest is as in :func:`denoise`.
+    """
+    pictures = Pictures(image, channel_axis, data_range)
+    masks = masks_like(mask, pictures, channel_axis)[..., : pictures.colours, :, :]
+    if method == "tweedie":
+        raise GncpriorError("One step of Tweedie's formula denoises; choose another method.")
+    model, name = _choose(prior, quality, pictures.colours)
+    result = Pictures(copy_of(image), channel_axis, data_range)
+    shares = {index: float(masks[index].mean()) for index in pictures}
+    if any(masks[index].all(axis=(-2, -1)).any() for index in pictures):
+        raise GncpriorError("The mask marks every pixel as unknown: nothing is observed.")
+
+    def solve(index: tuple[int, ...], part: Tile, scheme: Scheme) -> None:
+        unknown = torch.from_numpy(np.array(masks[(*index, slice(None), *part.outer)]))
+        if not bool(unknown[(..., *part.crop)].any()):
+            return
+        z = pictures.read(index, part.outer)
+        unknown = unknown.to(z.device)
+        pictures.check_finite(index, part.outer, z, hidden=unknown)
+        z = torch.where(unknown, torch.as_tensor(scheme.fill).to(z), z)
+        x = z
+        if not bool(unknown.flatten(1).all(1).any()):  # else a hole larger than the tile
+            x = scheme.run(
+                model, z, lambda z: Inpainting(z, unknown.reshape(z.shape).to(z.device)), trace
+            )
+        result.write(index, part.inner, x[(..., *part.crop)])
+        # what was known is not what the prior's float32 made of it, but what stood there
+        region = (*index, slice(pictures.colours), *part.inner)
+        known: Any = ~unknown[(..., *part.crop)]
+        if isinstance(image, np.ndarray):
+            known = known.numpy()
+        result.view[region][known] = pictures.view[region][known]
+
+    def scheme(index: tuple[int, ...]) -> Scheme:
+        chosen = _scheme(INPAINT, shares[index] or 0.5, model, name, quality, method)
+        if chosen.etas is None:  # learned schedules start from 0, predefined ones from the mean
+            chosen = Scheme(chosen.t_hats, None, fill=_mean_of_known(pictures, index, masks[index]))
+        return chosen
+
+    _each_part(pictures, model, tile, scheme, solve, progress)
+    return result.array
+
+
+def estimate_sigma(
+    image: Any, *, channel_axis: int | None = None, data_range: float | None = None
+) -> Any:
+    """The standard deviation of the noise on the scale [0, 1]; an array for a stack of pictures.
+
+    It is where the energy R(y, t̂) of the one-layer prior has its first minimum from t̂_max downwards.
+    """
+    return noise_levels(image, channel_axis=channel_axis, data_range=data_range)[0]
+
+
+def noise_levels(
+    image: Any, *, channel_axis: int | None = None, data_range: float | None = None
+) -> tuple[Any, Any]:
+    """The same with error bars: 1/√(∂²R/∂t̂²), and what texture is usually taken for noise."""
+    pictures = Pictures(image, channel_axis, data_range)
+    found = np.array([_estimate(pictures, index) for index in pictures])
+    levels, errors = (found[:, k].reshape(pictures.view.shape[:-3]) for k in (0, 1))
+    return (levels, errors) if levels.ndim else (float(levels), float(errors))
+
+
+# ---------------------------------------------------------------- how
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """t̂ and η of every step (η = e^t̂ where None), and the value that unknown pixels start with."""
+
+    t_hats: Tensor
+    etas: Tensor | None
+    fill: Tensor | float = 0.0
+    data_term: bool = True
+
+    def run(
+        self,
+        model: Prior,
+        z: Tensor,
+        fidelity: Callable[[Tensor], Fidelity],
+        trace: list[History] | None,
+    ) -> Tensor:
+        """The steps on a part z (C, h, w); a prior for grey takes the channels as a batch."""
+        batch = (z[:, None] if model.architecture.channels == 1 else z[None]).to(model.filters[0])
+        term: Fidelity = fidelity(batch) if self.data_term else _NoData()
+        result = solve_scheduled(
+            TiledEnergy(model),
+            term,
+            batch,
+            self.t_hats,
+            etas=self.etas,
+            history=trace is not None,
+        )
+        if trace is not None and result.history is not None:
+            trace.append(result.history)
+        return result.x.reshape(z.shape).to(z)
+
+
+class _NoData:
+    """Of Tweedie's formula: the step is all there is."""
+
+    def value(self, x: Tensor) -> Tensor:
+        return torch.zeros(len(x), dtype=torch.float64, device=x.device)
+
+    def prox(self, v: Tensor, tau: float | Tensor) -> Tensor:  # noqa: ARG002
+        return v
+
+
+def _scheme(
+    task: str, level: float, model: Prior, name: str | Path | None, quality: Quality, method: Method
+) -> Scheme:
+    low, high = model.t_hat_range
+    file = _learned(name, task, quality) if method in ("auto", "learned") else None
+    if file is not None:
+        return Scheme(*load_schedules(file, model).at(level))
+    if method == "learned":
+        raise GncpriorError(f"There is no learned schedule for {task} beside this prior.")
+    if task == INPAINT:
+        start, steps = (high, 100) if quality == "best" else (min(t_hat_from_t(0.1), high), 30)
+        return Scheme(linear(start, low, steps), None)
+    t_hat = t_hat_from_sigma(level)
+    if method == "tweedie" or (method == "auto" and quality == "fast"):
+        return Scheme(torch.tensor([t_hat]), torch.tensor([level**2]), data_term=False)
+    start = min(max(t_hat, low), high)
+    return Scheme(linear(start, max(start - 3, low), 4), None)
+
+
+def _learned(name: str | Path | None, task: str, quality: Quality) -> Path | None:
+    """The longest schedule beside a prior, or the shortest if it should be fast."""
+    if name is None:
+        return None
+    path = Path(name)
+    folder = path.parent if path.suffix == SUFFIX else WEIGHTS
+    files = {
+        int(match[1]): file
+        for file in folder.glob(f"{path.stem}-{task}-*{SUFFIX}")
+        if (match := re.fullmatch(rf"{re.escape(path.stem)}-{task}-(\d+)", file.stem))
+    }
+    if not files:
+        return None
+    return files[max(files) if quality == "best" else min(files)]
+
+
+def _choose(
+    prior: str | Path | Prior, quality: Quality, colours: int
+) -> tuple[Prior, str | Path | None]:
+    """The prior and, where it has one, the name by which its schedules are found."""
+    if quality not in ("fast", "best"):
+        raise GncpriorError(f'The quality is "fast" or "best", not {quality!r}.')
+    if isinstance(prior, Prior):
+        model, name = prior, None
+    else:
+        name = _best(quality, colours) if prior == "auto" else prior
+        model = _load(name)
+    channels = model.architecture.channels
+    if channels not in (1, colours):
+        raise GncpriorError(
+            f"This prior is for pictures of {channels} channels, not {colours}: choose another."
+        )
+    return model, name
+
+
+def _best(quality: Quality, colours: int) -> str:
+    """By the number of layers; a prior for colour, if there is one, for colour."""
+    names = [file.stem for file in WEIGHTS.glob(f"*{SUFFIX}")]
+    for pattern in (r"r\d+-rgb",) * (colours == 3) + (r"r\d+",):
+        known = {int(re.findall(r"\d+", n)[0]): n for n in names if re.fullmatch(pattern, n)}
+        if known:
+            return known[max(known) if quality == "best" else min(known)]
+    raise GncpriorError("No prior is shipped with this version: name the file of one.")
+
+
+@functools.lru_cache(maxsize=8)
+def _load(name: str | Path) -> Prior:
+    return load_prior(name)
+
+
+# ---------------------------------------------------------------- part by part
+
+
+def _each_part(
+    pictures: Pictures,
+    model: Prior,
+    side: int,
+    scheme: Callable[[tuple[int, ...]], Scheme],
+    solve: Callable[[tuple[int, ...], Tile, Scheme], None],
+    progress: Progress | None,
+) -> None:
+    """Solve every tile of every picture of the stack by the scheme of the picture."""
+    indices = list(pictures)
+    for k, index in enumerate(indices):
+        chosen = scheme(index)
+        parts = list(tiles(pictures.size, side, halo(model, len(chosen.t_hats))))
+        for j, part in enumerate(parts):
+            solve(index, part, chosen)
+            if progress is not None:
+                progress(k * len(parts) + j + 1, len(indices) * len(parts))
+
+
+def _estimate(pictures: Pictures, index: tuple[int, ...]) -> tuple[float, float]:
+    """σ and its error of one picture, from tiles spread over it and all its colours."""
+    model = _load("r1")
+    parts = list(tiles(pictures.size, _ESTIMATE_TILE, 0))
+    chosen = parts[:: max(len(parts) // _ESTIMATE_TILES, 1)]
+    values = []
+    for part in chosen:
+        z = pictures.read(index, part.outer)
+        pictures.check_finite(index, part.outer, z)
+        values += list(z[:, None, None])
+    t_hat, curvature = joint_noise_level(model, values)
+    sigma = sigma_from_t_hat(t_hat)
+    spread = sigma / 2 / math.sqrt(curvature) if curvature > 0 else 0.0
+    return sigma, math.hypot(spread, TEXTURE)
+
+
+def _mean_of_known(pictures: Pictures, index: tuple[int, ...], mask: np.ndarray) -> Tensor:
+    """The mean of the known pixels of every colour, (C, 1, 1), band by band."""
+    total = torch.zeros(pictures.colours, dtype=torch.float64)
+    for part in tiles(pictures.size, TILE, 0):
+        known = ~torch.from_numpy(np.array(mask[(slice(None), *part.outer)]))
+        z = pictures.read(index, part.outer).cpu()
+        total += torch.where(known, z, 0).sum((1, 2), dtype=torch.float64)
+    count = (~mask).sum(axis=(-2, -1))
+    return (total / torch.from_numpy(count))[:, None, None].float()
