@@ -84,17 +84,26 @@ class Pictures:
         with np.errstate(over="ignore"):  # what float32 cannot hold is found not to be finite
             return torch.from_numpy(np.array(part, np.float32, order="C")).div_(self.scale)
 
-    def write(self, index: tuple[int, ...], region: Region, values: Tensor) -> None:
-        """The opposite of :meth:`read`, into the array itself."""
+    def write(
+        self, index: tuple[int, ...], region: Region, values: Tensor, where: Tensor | None = None
+    ) -> None:
+        """The opposite of :meth:`read`, into the array itself; other pixels than ``where`` stay as they are."""
         values = values * self.scale
         if (name := dtype_name(self.array)) in INTEGERS:
             values = values.round_().clamp_(0, INTEGERS[name])
         place = (*index, slice(self.colours), *region)
         if _is_torch(self.array):
-            self.view[place] = values.to(self.array)
+            new = values.to(self.array)
+            # integers survive the way to float32 and back; and torch knows no `where` for uint16
+            if where is not None and new.is_floating_point():
+                new = torch.where(where.to(new.device), new, self.view[place])
+            self.view[place] = new
         else:
             with np.errstate(over="ignore"):
-                self.view[place] = values.numpy().astype(self.array.dtype)
+                changed = values.numpy().astype(self.array.dtype)
+            if where is not None:
+                changed = np.where(where.numpy(), changed, self.view[place])
+            self.view[place] = changed
 
     def check_finite(
         self, index: tuple[int, ...], region: Region, values: Tensor, hidden: Tensor | None = None

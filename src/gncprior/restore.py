@@ -135,13 +135,8 @@ def inpaint(
             x = scheme.run(
                 model, z, lambda z: Inpainting(z, unknown.reshape(z.shape).to(z.device)), trace
             )
-        result.write(index, part.inner, x[(..., *part.crop)])
-        # what was known is not what the prior's float32 made of it, but what stood there
-        region = (*index, slice(pictures.colours), *part.inner)
-        known: Any = ~unknown[(..., *part.crop)]
-        if isinstance(image, np.ndarray):
-            known = known.numpy()
-        result.view[region][known] = pictures.view[region][known]
+        inside = (..., *part.crop)
+        result.write(index, part.inner, x[inside], where=unknown[inside])
 
     def scheme(index: tuple[int, ...]) -> Scheme:
         chosen = _scheme(INPAINT, shares[index] or 0.5, model, name, quality, method)
