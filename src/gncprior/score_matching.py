@@ -117,7 +117,10 @@ class ScoreMatching:
             """Room for h and ḣ (or b and g) one after the other, so that one call serves both."""
             return self._buffers.get(f"{name} {layer}", (2 * images, *like.shape[1:]), y)
 
-        u, slope, curvature, adjoint = [], [], [], []
+        u: list[Tensor] = []
+        slope: list[Tensor] = []
+        curvature: list[Tensor] = []
+        adjoint: list[Tensor] = []
         inputs = [pair("inputs", 0, y)]
         inputs[0][:images] = y
         for i, (k, phi) in enumerate(zip(w, layers, strict=True)):

@@ -29,11 +29,15 @@ class Pool {
             while (workers_ < wanted_) {
                 std::thread(&Pool::serve, this, workers_++).detach();
             }
-            running_.store(wanted_);
+            open_ = true;
             ++round_;
         }
         wake_.notify_all();
         drain();
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            open_ = false;  // who has not woken by now need not come: there is nothing left to do
+        }
         while (running_.load(std::memory_order_acquire) > 0) std::this_thread::yield();
     }
 
@@ -47,8 +51,9 @@ class Pool {
         for (;;) {
             {
                 std::unique_lock<std::mutex> lock(mutex_);
-                wake_.wait(lock, [&] { return round_ != seen && me < wanted_; });
+                wake_.wait(lock, [&] { return open_ && round_ != seen && me < wanted_; });
                 seen = round_;
+                running_.fetch_add(1);
             }
             drain();
             running_.fetch_sub(1, std::memory_order_release);
@@ -60,6 +65,7 @@ class Pool {
     const std::function<void(std::int64_t)>* work_ = nullptr;
     std::int64_t size_ = 0, workers_ = 0, wanted_ = 0;
     std::uint64_t round_ = 0;
+    bool open_ = false;
     std::atomic<std::int64_t> next_{0}, running_{0};
 };
 

@@ -1,0 +1,57 @@
+"""Calibration in t̂, and the noise level read off the energy."""
+
+import math
+
+import pytest
+import torch
+
+from gncprior.calibration import calibrate, noise_level, time_slopes
+from gncprior.prior import Architecture, Prior
+
+
+def quadratic_prior(layers: int = 1, scaled: bool = False) -> Prior:
+    """½‖x‖²/(t + 0.01) and no idea of its own normalisation."""
+    prior = Prior(Architecture(layers=layers, scaled=scaled)).start(gain=1.0, spread=0.05)
+    return prior.requires_grad_(False)
+
+
+def flat_images(count: int = 3) -> list[torch.Tensor]:
+    return [torch.full((1, 32, 28), 0.2 + 0.15 * k) for k in range(count)]
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_calibration_makes_the_mean_time_slope_vanish_and_keeps_the_gradient(layers):
+    prior = quadratic_prior(layers)
+    y = torch.randn(2, 1, 20, 24, generator=torch.Generator().manual_seed(0))
+    before = prior.grad(y, -3.0)
+    found = calibrate(prior, flat_images(), points=25)
+    assert found["mean_time_slope_before"] > 0.1
+    assert found["mean_time_slope_after"] < 0.02
+    t_hats = torch.linspace(-9.0, -0.1, 7, dtype=torch.float64)
+    # images of another size and fresh noise
+    fresh = time_slopes(prior, [torch.full((1, 48, 40), 0.5)] * 6, t_hats, seed=7).mean(0)
+    assert fresh.abs().max() < 0.03
+    after = prior.grad(y, -3.0)
+    assert (after - before).abs().max() < 1e-4 * before.abs().max()
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("sigma", [0.05, 0.1, 0.3])
+def test_noise_on_a_flat_image_is_measured(scaled, sigma):
+    prior = quadratic_prior(scaled=scaled)
+    calibrate(prior, flat_images(), points=25)
+    noise = torch.randn(2, 1, 64, 64, generator=torch.Generator().manual_seed(3))
+    t_hat, curvature = noise_level(prior, 0.4 + sigma * noise)
+    assert (t_hat / 2).exp() == pytest.approx([sigma, sigma], rel=0.05)
+    # for pure noise R = ½‖y‖²/t + ½d t̂ has the curvature d/2 in t̂ at its minimum, where 0.01 ≪ t
+    if sigma == 0.3:
+        assert curvature == pytest.approx([64 * 64 / 2] * 2, rel=0.25)
+
+
+def test_the_minimum_is_looked_for_from_above_and_may_be_an_end():
+    prior = quadratic_prior()
+    calibrate(prior, flat_images(), points=25)
+    low, high = prior.t_hat_range
+    noise = torch.randn(1, 1, 32, 32, generator=torch.Generator().manual_seed(3))
+    assert float(noise_level(prior, 10 * noise)[0]) == pytest.approx(high)
+    assert float(noise_level(prior, torch.zeros(1, 1, 32, 32))[0]) < low + math.log(2)
