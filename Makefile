@@ -39,8 +39,8 @@ bench: $(DEV) ## measure speed and quality (benchmarks/, not part of the tests)
 	@shopt -s nullglob; for b in benchmarks/bench_*.py; do echo "== $$b"; $(BIN)/python $$b || exit; done; \
 	[ -d benchmarks ] || echo "No benchmarks yet: they will live in benchmarks/bench_*.py."
 
-fuzz: $(DEV) ## long random tests
-	@echo "No long random tests yet: the short ones are part of 'make test'."
+fuzz: $(DEV) ## 100 000 damaged picture files; 'make test' tries 2000
+	$(BIN)/python tests/fuzz.py
 
 wheel: $(DEV) ## source archive and wheel, into dist/
 	rm -rf build dist
