@@ -55,7 +55,7 @@ def read_picture(source: Path | str | bytes, name: str | None = None) -> Picture
     """A file by its path, or its content as bytes (then ``name`` is what errors call it)."""
     name = name or ("the input" if isinstance(source, bytes) else str(source))
     try:
-        with _opened(source) as file:
+        with _opened(source) as file, _quiet():
             start = file.read(8)
             file.seek(0)
             if not start:
@@ -91,12 +91,32 @@ def _opened(source: Path | str | bytes) -> Iterator[BinaryIO]:
             yield file
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What the decoders would log about damage, an error will say."""
+    loggers = [logging.getLogger(name) for name in ("PIL", "tifffile")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
 def _check_size(pixels: int, name: str) -> None:
     if pixels > MOST_PIXELS:
         raise GncpriorError(
             f"{name} says it has {pixels / 1e6:.0f} megapixels, and more than {MOST_PIXELS // 10**6} "
             "are not decoded: cut it into parts."
         )
+
+
+def _pixels(shape: tuple[int, ...]) -> int:
+    """Of an array, whose last axis may be channels."""
+    coloured = len(shape) > 2 and shape[-1] in _CHANNELS
+    return math.prod(shape[:-1] if coloured else shape)
 
 
 def _read_pillow(file: BinaryIO, name: str) -> Picture:
@@ -161,7 +181,7 @@ def _read_npy(file: BinaryIO, name: str) -> Picture:
     shape, _, dtype = read[version](file)
     if dtype.hasobject or dtype.kind not in "uf" or dtype.name not in _DTYPES:
         raise GncpriorError(f"{name} holds {dtype}: save it as {', '.join(sorted(_DTYPES))}.")
-    _check_size(math.prod(shape), name)
+    _check_size(_pixels(shape), name)
     here, end = file.tell(), file.seek(0, os.SEEK_END)
     if end - here < math.prod(shape) * dtype.itemsize:
         raise GncpriorError(f"{name} is cut off: its header promises more than it holds.")
@@ -190,9 +210,6 @@ def _read_tiff(file: BinaryIO, name: str) -> Picture:
         import tifffile
     except ImportError:
         return _read_pillow(file, name)
-    logger = logging.getLogger("tifffile")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL + 1)  # what it would say about damage, an error will
     try:
         with tifffile.TiffFile(file) as tiff:
             return _tiff_pages(tiff, name)
@@ -201,8 +218,6 @@ def _read_tiff(file: BinaryIO, name: str) -> Picture:
     except Exception:  # noqa: BLE001  (as above)
         file.seek(0)
         return _read_pillow(file, name)
-    finally:
-        logger.setLevel(level)
 
 
 def _tiff_pages(tiff: Any, name: str) -> Picture:
@@ -215,16 +230,16 @@ def _tiff_pages(tiff: Any, name: str) -> Picture:
         if page.offset in offsets or len(pages) == MOST_PAGES:
             raise GncpriorError(f"{name} has pages without end: it is damaged.")
         offsets.add(page.offset)
-        total += math.prod(page.shape)
-        _check_size(total // max(page.samplesperpixel, 1), name)
-        if page.compression == 1 and math.prod(page.shape) * page.bitspersample // 8 > size:
-            raise GncpriorError(f"{name} is cut off: its header promises more than it holds.")
+        total += _pixels(page.shape)
+        _check_size(total, name)
         if (
             page.photometric not in (0, 1, 2)
             or page.dtype is None
             or page.dtype.name not in _DTYPES
         ):
             raise ValueError("a palette, inks, or numbers without range: Pillow may convert them")
+        if page.compression == 1 and math.prod(page.shape) * page.dtype.itemsize > size:
+            raise GncpriorError(f"{name} is cut off: its header promises more than it holds.")
         array = page.asarray()
         if page.photometric == 0:  # white is zero
             array = (np.iinfo(array.dtype).max if array.dtype.kind == "u" else 1) - array
