@@ -7,7 +7,7 @@ import torch
 
 from gncprior.errors import GncpriorError
 from gncprior.mixtures import GaussianMixture
-from gncprior.optimizers import AdaBelief, cosine
+from gncprior.optimizers import AdaBelief, Average, cosine
 from gncprior.prior import Architecture, Prior
 from gncprior.score_matching import ScoreMatching, loss_by_autograd
 
@@ -132,40 +132,64 @@ def two_pixels() -> GaussianMixture:
     return GaussianMixture(weights, means, covariances)
 
 
-def pairs(count: int, seed: int = 0):
-    """Images of two pixels, noise and t̂, spread evenly over their density.
-
-    The points are a rank-1 lattice, shifted at random, carried through the inverse distribution
-    functions: a mean over them is far closer to the expectation than one over random draws.  Only
-    the difference of the two pixels counts, so the noise has no other part.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    shift = torch.rand(4, 1, generator=generator, dtype=torch.float64)
-    root = 1.1673039782614187  # of x⁵ = x + 1: its powers make a good lattice in four dimensions
-    steps = torch.tensor([[root**-k] for k in (1, 2, 3, 4)], dtype=torch.float64)
-    u = (shift + torch.arange(count, dtype=torch.float64) * steps) % 1
-    mixture = two_pixels()
-    component = torch.bucketize(u[0], mixture.weights.cumsum(0)[:-1])
-    normal = torch.special.ndtri(u[1:3].clamp(1e-9, 1 - 1e-9))
-    centre = (mixture.means @ ACROSS)[component]
-    x = (centre + SPREADS[component].sqrt() * normal[0])[:, None] * ACROSS
-    noise = normal[1][:, None] * ACROSS
-    t_hat = math.log(T_MIN) + (math.log(T_MAX) - math.log(T_MIN)) * u[3]
-    shape = (count, 1, 1, 2)
-    return x.float().view(shape), noise.float().view(shape), t_hat.float()
+def pairs(images: int, rows: int, generator: torch.Generator):
+    """Images of ``rows`` independent pairs, and noise: filters of one row do not mix them."""
+    x = two_pixels().sample(images * rows, generator=generator)
+    x = x - x.mean(1, keepdim=True)  # the mean plays no part
+    shape = (images, 1, rows, 2)
+    return x.float().view(shape), torch.randn(shape, generator=generator)
 
 
 def pair_prior() -> Prior:
-    """One expert, of the difference of two pixels; no pair falls beyond its grid."""
+    """One expert, of the difference of two pixels; hardly a pair falls beyond its grid."""
     prior = Prior(
         Architecture(
-            filters=1, first_size=3, x_knots=41, x_range=5.0, t_knots=4, t_min=T_MIN, t_max=T_MAX
+            filters=1, first_size=3, x_knots=35, x_range=4.5, t_knots=4, t_min=T_MIN, t_max=T_MAX
         )
     ).start()
     with torch.no_grad():
         prior.filters[0].zero_()
-        prior.filters[0][0, 0, 1] = torch.tensor([-0.45, 0.0, 0.45])
+        prior.filters[0][0, 0, 1] = torch.tensor([-0.5, 0.0, 0.5])
     return prior
+
+
+@pytest.fixture(scope="module")
+def learned():
+    prior = pair_prior()
+    splines = prior.splines[0].weight
+    objective = ScoreMatching(prior, boundary=True)
+    optimizer = AdaBelief([splines])
+    average = Average([splines], 0.995)
+    generator = torch.Generator().manual_seed(0)
+    low, high = prior.t_hat_range
+    count, steps = 48, 1500
+    for step in range(steps):
+        u = (
+            torch.randperm(count, generator=generator) + torch.rand(count, generator=generator)
+        ) / count
+        objective(*pairs(count, 600, generator), low + (high - low) * u)
+        optimizer.param_groups[0]["lr"] = 0.03 * cosine(step, steps, 0.005)
+        optimizer.step()
+        average.update()
+    average.copy_to([splines])
+    return prior.requires_grad_(False)
+
+
+def test_learned_energy_has_the_score_and_the_time_slope_of_the_mixture(learned):
+    mixture = two_pixels()
+    x, noise = (v.view(-1, 1, 1, 2) for v in pairs(1, 20000, torch.Generator().manual_seed(1)))
+    wrong, right = 0.0, 0.0
+    for t in (0.1, 0.15, 0.25, 0.4, 0.7, 1.0):
+        y = x + math.sqrt(t) * noise
+        flat = y.double().flatten(1)
+        truth = mixture.grad(flat, t)
+        truth = truth - truth.mean(1, keepdim=True)
+        error = learned.grad(y, math.log(t)).double().flatten(1) - truth
+        assert error.norm() <= 0.05 * truth.norm()
+        slope = t * mixture.dt(flat, t)
+        wrong += float((learned.t_derivatives(y, math.log(t))[0] - slope).square().sum())
+        right += float(slope.square().sum())
+    assert wrong <= 0.05**2 * right
 
 
 def least_squares(objective: ScoreMatching, batch, iterations: int) -> float:
@@ -192,39 +216,19 @@ def least_squares(objective: ScoreMatching, batch, iterations: int) -> float:
     return gradient(x)[1]
 
 
-@pytest.fixture(scope="module")
-def learned():
-    prior = pair_prior()
-    least_squares(ScoreMatching(prior, boundary=True), pairs(8192), 150)
-    return two_pixels(), prior.requires_grad_(False)
-
-
-@pytest.mark.parametrize("t", [0.1, 0.15, 0.25, 0.4, 0.7, 1.0])
-def test_learned_energy_has_the_score_and_the_time_slope_of_the_mixture(learned, t):
-    mixture, prior = learned
-    x, noise, _ = pairs(10000, seed=1)
-    y = x + math.sqrt(t) * noise
-    truth = mixture.grad(y.double().flatten(1), t)
-    truth = truth - truth.mean(1, keepdim=True)
-    error = prior.grad(y, math.log(t)).double().flatten(1) - truth
-    assert error.norm() <= 0.05 * truth.norm()
-    slope = t * mixture.dt(y.double().flatten(1), t)
-    got, _ = prior.t_derivatives(y, math.log(t))
-    assert (got - slope).norm() <= 0.05 * slope.norm()
-
-
 def test_training_reaches_the_loss_of_the_least_squares_solution():
-    batch = pairs(2048)
-    best = least_squares(ScoreMatching(pair_prior(), boundary=True), batch, 150)
     prior = pair_prior()
+    low, high = prior.t_hat_range
+    batch = (*pairs(64, 500, torch.Generator().manual_seed(0)), torch.linspace(low, high, 64))
+    best = least_squares(ScoreMatching(pair_prior(), boundary=True), batch, 150)
     objective = ScoreMatching(prior, boundary=True)
     optimizer = AdaBelief([prior.splines[0].weight])
     start = objective(*batch).total
-    steps = 400
+    steps = 500
     for step in range(steps):
         objective(*batch)
-        optimizer.param_groups[0]["lr"] = 0.1 * cosine(step, steps, 0.01)
+        optimizer.param_groups[0]["lr"] = 0.05 * cosine(step, steps, 0.01)
         optimizer.step()
     reached = objective(*batch).total
-    assert best < start - 0.01 * abs(best)  # there is something to learn
+    assert best < start - 0.05 * abs(best)  # there is something to learn
     assert abs(reached - best) <= 0.01 * abs(best)

@@ -145,7 +145,9 @@ class Prior(nn.Module):
             centre = a.inner_size // 2
             w[:, :, centre, centre] = torch.eye(a.filters)
         mine, others = self._splines(), deep._splines()
-        for new, old in zip(others, [*mine[:-1], *[None] * (layers - a.layers), mine[-1]], strict=True):
+        for new, old in zip(
+            others, [*mine[:-1], *[None] * (layers - a.layers), mine[-1]], strict=True
+        ):
             if old is None:
                 new.start_identity()
             else:
