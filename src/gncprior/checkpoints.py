@@ -174,8 +174,8 @@ def shipped() -> list[str]:
 
 
 def _is_prior(path: Path) -> bool:
-    """Schedules stand in the same folder; they are named after their prior: r2-denoising."""
-    return "-" not in path.stem
+    """Schedules stand in the same folder; the header tells them apart."""
+    return read_tensors(path)[1].get("kind") == "prior"
 
 
 def _find(name_or_path: str | Path) -> Path:
