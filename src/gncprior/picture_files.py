@@ -374,3 +374,26 @@ def _write_tiff(file: BinaryIO, picture: Picture) -> bool:
 def with_pages(picture: Picture, pages: list[np.ndarray]) -> Picture:
     """The same file with other pixels."""
     return replace(picture, pages=tuple(pages))
+
+
+def side_by_side(
+    pages: tuple[np.ndarray, ...], data_range: float | None = None, gap: int = 4
+) -> np.ndarray:
+    """Pages of one height as one picture of bytes, white between them; unknown values are black."""
+    bytes_ = [_bytes(page, data_range) for page in pages]
+    colour = max(page.shape[2] if page.ndim == 3 else 1 for page in bytes_) > 1
+    parts = [page if page.ndim == 3 else page[..., None].repeat(3, 2) for page in bytes_]
+    white = np.full((parts[0].shape[0], gap, 3), 255, np.uint8)
+    joined = np.concatenate([piece for part in parts for piece in (part, white)][:-1], axis=1)
+    return joined if colour else joined[..., 0]
+
+
+def _bytes(page: np.ndarray, data_range: float | None) -> np.ndarray:
+    """Without alpha, on the scale 0 … 255."""
+    if page.ndim == 3 and page.shape[2] != 3:
+        page = page[..., :3] if page.shape[2] == 4 else page[..., 0]
+    if page.dtype == np.uint8:
+        return page
+    top = 65535.0 if page.dtype == np.uint16 else data_range or 1.0
+    share = np.nan_to_num(page.astype(np.float64) / top)
+    return np.rint(np.clip(share, 0, 1) * 255).astype(np.uint8)

@@ -10,7 +10,7 @@ when they are complete.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, cast
@@ -79,6 +79,18 @@ def load_data(path: Path) -> dict[str, np.ndarray]:
     """Read what `save_data` wrote."""
     with np.load(path, allow_pickle=False) as arrays:
         return dict(arrays)
+
+
+def draw_trace(out: Path, name: str, parts: Sequence[tuple[list[float], list[float]]]) -> Path:
+    """The smoothing t and the energy R + D over the steps, a line for every part of a picture."""
+    with figure(6.0, 2.6) as fig:
+        left, right = fig.subplots(1, 2)
+        for t_hats, energies in parts:
+            left.semilogy(np.exp(t_hats), color=BLUE, alpha=0.6, marker=".")
+            right.plot(energies, color=VERMILLION, alpha=0.6, marker=".")
+        left.set(xlabel="step", ylabel="smoothing variance t")
+        right.set(xlabel="step", ylabel="energy R + D")
+        return _write(out / f"{name}.png", lambda file: fig.savefig(file, format="png"))
 
 
 def _write(path: Path, write: Callable[[BinaryIO], object]) -> Path:

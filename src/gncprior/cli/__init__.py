@@ -6,7 +6,8 @@ test checks it), so that help and argument errors answer at once: a command impo
 when it runs.
 
 `main` is the one place where failures become words: an expected one is one sentence on stderr and
-exit code 2, Ctrl-C is exit code 130, and a bug is a traceback. `--debug` shows every traceback.
+exit code 2 (1 where the rest of a batch is done), Ctrl-C is exit code 130, and a bug is a traceback.
+`--debug` shows every traceback.
 """
 
 import os
@@ -16,7 +17,17 @@ from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError, UnusedCliTokensError
 
-from gncprior.cli import demo, evaluation, figures, info, learning, schedules, shared
+from gncprior.cli import (
+    batches,
+    demo,
+    evaluation,
+    figures,
+    info,
+    learning,
+    restoring,
+    schedules,
+    shared,
+)
 from gncprior.errors import GncpriorError
 
 # Optional package -> the extra that brings it.
@@ -45,6 +56,9 @@ app["--help"].group = app["--version"].group = shared.OPTIONS
 
 app.command(demo.demo, group=shared.START)
 app.command(info.info, group=shared.START)
+app.command(restoring.denoise, group=shared.RESTORING)
+app.command(restoring.inpaint, group=shared.RESTORING)
+app.command(restoring.estimate, group=shared.RESTORING)
 app.command(learning.train, group=shared.LEARNING)
 app.command(learning.inspect, group=shared.LEARNING)
 app.command(schedules.learn_schedule, group=shared.LEARNING)
@@ -74,7 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--debug" in tokens:
             traceback.print_exception(error)
         print("gncprior:", " ".join(sentence.split()), file=sys.stderr)
-        return 130 if isinstance(error, KeyboardInterrupt) else 2
+        if isinstance(error, KeyboardInterrupt):
+            return 130
+        return 1 if isinstance(error, batches.SomeFailedError) else 2
     return 0
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 from cyclopts import Group, Parameter
 
 START = Group("Start here", sort_key=0)
+RESTORING = Group("Restore pictures", sort_key=1)
 LEARNING = Group("Learn and inspect", sort_key=2)
 FIGURES = Group("Figures of the paper", sort_key=3)
 OPTIONS = Group("Options", sort_key=9)
