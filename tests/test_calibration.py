@@ -16,7 +16,7 @@ def quadratic_prior(layers: int = 1, scaled: bool = False) -> Prior:
 
 
 def flat_images(count: int = 3) -> list[torch.Tensor]:
-    return [torch.full((1, 32, 28), 0.2 + 0.15 * k) for k in range(count)]
+    return [torch.full((1, 64, 56), 0.2 + 0.15 * k) for k in range(count)]
 
 
 @pytest.mark.parametrize("layers", [1, 2])
