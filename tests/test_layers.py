@@ -19,7 +19,7 @@ ROOMS = """
     prior tiles checkpoints sensitivities
     fidelity
     solvers unrolled
-    score_matching calibration optimizers datasets gauges runs workers training
+    score_matching calibration convexity optimizers datasets gauges runs workers training
     unrolled_adjoint unrolled_learning finetuning
     restore evaluation
     plots inspection interop experiments web

@@ -230,33 +230,15 @@ class Moments {
     explicit Moments(int rows) : rows_(rows), copies_(static_cast<std::size_t>(4 * rows)) {}
 
     void add(const Table& t, const float* x, const float* g, i64 n) {
-        const v8 one = {1, 1, 1, 1, 1, 1, 1, 1};
-        const i8 odd = {0, -1, 0, -1, 0, 0, 0, 0};
-        const i8 square = {0, 0, -1, -1, 0, 0, 0, 0};
-        const i8 fourth = {0, 0, 0, 0, -1, 0, 0, 0};
-        int row[16];
-        float s[16], s2[16], s4[16], weight[16];
-        for (i64 i = 0; i < n; i += 16) {
-            const int m = static_cast<int>(std::min<i64>(16, n - i));
-            const float last = static_cast<float>(t.knots - 1);
-            for (int l = 0; l < m; ++l) weight[l] = g ? g[i + l] : 1.0f;
-            for (int l = 0; l < m; ++l) {  // `place` written without branches, so that it vectorises
-                const float z = x[i + l] * t.inverse_gamma + 0.5f * last;
-                float inside = z > 0.0f ? z : 0.0f;
-                inside = inside < last ? inside : last;
-                const int knot = static_cast<int>(inside + 0.5f);
-                s[l] = z - static_cast<float>(knot);
-                row[l] = knot + 1 - (z < 0.0f) + (z > last);
-                s2[l] = s[l] * s[l];
-                s4[l] = s2[l] * s2[l];
-            }
-            for (int l = 0; l < m; ++l) {
-                const v8 a = odd ? splat8(s[l]) : one;
-                const v8 b = square ? splat8(s2[l]) : one;
-                const v8 c = fourth ? splat8(s4[l]) : one;
-                v8& sum = copies_[static_cast<std::size_t>(4 * row[l] + (l & 3))].v;
-                sum += splat8(weight[l]) * a * b * c;
-            }
+        i64 i = 0;
+#if defined(__AVX2__)
+        for (; i + 8 <= n; i += 8) add_eight(t, x + i, g ? g + i : nullptr);
+#endif
+        for (; i < n; ++i) {
+            const Place at = place(t, x[i]);
+            float power = g ? g[i] : 1.0f;
+            float* sum = reinterpret_cast<float*>(&sum_of(at.row, static_cast<int>(i)));
+            for (int k = 0; k < ORDER; ++k, power *= at.s) sum[k] += power;
         }
     }
 
@@ -271,12 +253,47 @@ class Moments {
     }
 
   private:
-    typedef float v8 __attribute__((vector_size(32), aligned(4)));
-    typedef int i8 __attribute__((vector_size(32)));
+    typedef float v8 __attribute__((vector_size(32), aligned(4), may_alias));
     struct Sum {
         v8 v{};
     };
-    static v8 splat8(float a) { return a - v8{}; }
+
+    v8& sum_of(int row, int copy) {
+        return copies_[static_cast<std::size_t>(4 * row + (copy & 3))].v;
+    }
+
+#if defined(__AVX2__)
+    // The powers g, gs, … gs⁴ of eight pixels, turned round so that those of a pixel stand together.
+    void add_eight(const Table& t, const float* x, const float* g) {
+        const __m256 last = _mm256_set1_ps(static_cast<float>(t.knots - 1)), zero = _mm256_setzero_ps();
+        const __m256 z = _mm256_fmadd_ps(_mm256_loadu_ps(x), _mm256_set1_ps(t.inverse_gamma),
+                                         _mm256_set1_ps(0.5f * static_cast<float>(t.knots - 1)));
+        const __m256i knot = _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(z, zero), last));
+        const __m256 s = _mm256_sub_ps(z, _mm256_cvtepi32_ps(knot));
+        const __m256i below = _mm256_castps_si256(_mm256_cmp_ps(z, zero, _CMP_LT_OQ));
+        const __m256i above = _mm256_castps_si256(_mm256_cmp_ps(z, last, _CMP_GT_OQ));
+        alignas(32) int row[8];
+        _mm256_store_si256(reinterpret_cast<__m256i*>(row),
+                           _mm256_sub_epi32(_mm256_add_epi32(
+                               _mm256_add_epi32(knot, _mm256_set1_epi32(1)), below), above));
+        const __m256 p0 = g ? _mm256_loadu_ps(g) : _mm256_set1_ps(1.0f);
+        const __m256 p1 = _mm256_mul_ps(p0, s), p2 = _mm256_mul_ps(p1, s);
+        const __m256 p3 = _mm256_mul_ps(p2, s), p4 = _mm256_mul_ps(p3, s);
+        const __m256 a = _mm256_unpacklo_ps(p0, p1), b = _mm256_unpackhi_ps(p0, p1);
+        const __m256 c = _mm256_unpacklo_ps(p2, p3), d = _mm256_unpackhi_ps(p2, p3);
+        const __m256 e = _mm256_unpacklo_ps(p4, zero), f = _mm256_unpackhi_ps(p4, zero);
+        const __m256 four[4] = {_mm256_shuffle_ps(a, c, 0x44), _mm256_shuffle_ps(a, c, 0xEE),
+                                _mm256_shuffle_ps(b, d, 0x44), _mm256_shuffle_ps(b, d, 0xEE)};
+        const __m256 fifth[4] = {_mm256_shuffle_ps(e, zero, 0x44), _mm256_shuffle_ps(e, zero, 0xEE),
+                                 _mm256_shuffle_ps(f, zero, 0x44), _mm256_shuffle_ps(f, zero, 0xEE)};
+#pragma GCC unroll 4
+        for (int l = 0; l < 4; ++l) {
+            sum_of(row[l], l) += _mm256_permute2f128_ps(four[l], fifth[l], 0x20);
+            sum_of(row[l + 4], l) += _mm256_permute2f128_ps(four[l], fifth[l], 0x31);
+        }
+    }
+#endif
+
     int rows_;
     std::vector<Sum> copies_;
 };
