@@ -105,17 +105,15 @@ void evaluate_registers(const Table& t, const float* x, i64 n, Outputs out) {
     const __m512 gain2 = _mm512_set1_ps(2.0f * t.inverse_gamma * t.inverse_gamma);
     const __m512 last = _mm512_set1_ps(static_cast<float>(t.knots - 1));
     const __m512 middle = _mm512_set1_ps(0.5f * static_cast<float>(t.knots - 1));
-    for (i64 i = 0; i < n; i += 16) {
-        const __mmask16 lanes = n - i >= 16 ? 0xFFFF : static_cast<__mmask16>((1u << (n - i)) - 1);
-        const __m512 z = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(lanes, x + i), gain, middle);
+    auto sixteen = [&](__m512 argument, __m512& value, __m512& slope, __m512& curvature) {
+        const __m512 z = _mm512_fmadd_ps(argument, gain, middle);
         // max returns its second operand for NaN, so the row is always a legal one
         const __m512 inside = _mm512_min_ps(_mm512_max_ps(z, _mm512_setzero_ps()), last);
         const __m512i knot = _mm512_cvtps_epi32(inside);
         const __m512 s = _mm512_sub_ps(z, _mm512_cvtepi32_ps(knot));
-        const __mmask16 below = _mm512_cmp_ps_mask(z, _mm512_setzero_ps(), _CMP_LT_OQ);
+        const __mmask16 not_below = _mm512_cmp_ps_mask(z, _mm512_setzero_ps(), _CMP_NLT_UQ);
         const __mmask16 above = _mm512_cmp_ps_mask(z, last, _CMP_GT_OQ);
-        const __m512i row =
-            _mm512_maskz_add_epi32(static_cast<__mmask16>(~below), knot, _mm512_set1_epi32(1));
+        const __m512i row = _mm512_maskz_add_epi32(not_below, knot, _mm512_set1_epi32(1));
         const __mmask16 high = _mm512_test_epi32_mask(row, _mm512_set1_epi32(32));
         __m512 c0 = _mm512_setzero_ps(), c1 = a1(row, high), c2 = a2(row, high);
         __m512 c3 = a3(row, high), c4 = a4(row, high);
@@ -129,15 +127,30 @@ void evaluate_registers(const Table& t, const float* x, i64 n, Outputs out) {
             c4 = _mm512_mask_mov_ps(c4, above, _mm512_set1_ps(tail[4 * r]));
         }
         const Jet<__m512> jet(c0, c1, c2, c3, c4, s);
+        value = jet.p;
+        slope = jet.d * gain;
+        curvature = jet.dd * gain2;
+    };
+    __m512 p, d, dd;
+    i64 i = 0;
+    for (; i + 16 <= n; i += 16) {
+        sixteen(_mm512_loadu_ps(x + i), p, d, dd);
         if (STREAM) {
-            if (P) _mm512_stream_ps(out.value + i, jet.p);
-            if (D) _mm512_stream_ps(out.slope + i, jet.d * gain);
-            if (DD) _mm512_stream_ps(out.curvature + i, jet.dd * gain2);
+            if (P) _mm512_stream_ps(out.value + i, p);
+            if (D) _mm512_stream_ps(out.slope + i, d);
+            if (DD) _mm512_stream_ps(out.curvature + i, dd);
         } else {
-            if (P) _mm512_mask_storeu_ps(out.value + i, lanes, jet.p);
-            if (D) _mm512_mask_storeu_ps(out.slope + i, lanes, jet.d * gain);
-            if (DD) _mm512_mask_storeu_ps(out.curvature + i, lanes, jet.dd * gain2);
+            if (P) _mm512_storeu_ps(out.value + i, p);
+            if (D) _mm512_storeu_ps(out.slope + i, d);
+            if (DD) _mm512_storeu_ps(out.curvature + i, dd);
         }
+    }
+    if (i < n) {
+        const __mmask16 lanes = static_cast<__mmask16>((1u << (n - i)) - 1);
+        sixteen(_mm512_maskz_loadu_ps(lanes, x + i), p, d, dd);
+        if (P) _mm512_mask_storeu_ps(out.value + i, lanes, p);
+        if (D) _mm512_mask_storeu_ps(out.slope + i, lanes, d);
+        if (DD) _mm512_mask_storeu_ps(out.curvature + i, lanes, dd);
     }
 }
 
@@ -253,8 +266,8 @@ class Moments {
     }
 
   private:
-    typedef float v8 __attribute__((vector_size(32), aligned(4), may_alias));
-    struct Sum {
+    typedef float v8 __attribute__((vector_size(32), may_alias));
+    struct alignas(32) Sum {  // a sum must not straddle two cache lines
         v8 v{};
     };
 
