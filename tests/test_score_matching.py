@@ -155,6 +155,13 @@ def pair_prior() -> Prior:
 
 @pytest.fixture(scope="module")
 def learned():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # these tensors are small
+    yield _learned()
+    torch.set_num_threads(threads)
+
+
+def _learned() -> Prior:
     prior = pair_prior()
     splines = prior.splines[0].weight
     objective = ScoreMatching(prior, boundary=True)

@@ -4,10 +4,6 @@ The theorem's bound on t says nothing for images (for 96×96 pixels diam²/4 = 2
 R_L(·,t) at large t is a matter of measurement.  The Lanczos method finds the smallest eigenvalue of
 ∇²_x R(x,t) from Hessian products alone.  The constant image, which the filters cannot see, is an
 eigenvector to 0 and is left out.
-
-R(·,t_max) is convex if the last potentials are convex and all functions before them are affine.
-Learned ones come close to that, but for ripples that score matching hardly sees: they change the
-gradient by little and its slope by much.  :func:`make_convex` takes them off after training.
 """
 
 from __future__ import annotations
@@ -18,7 +14,6 @@ import torch
 from torch import Tensor
 
 from gncprior.prior import Prior
-from gncprior.splines import time_basis
 
 
 @torch.no_grad()
@@ -62,44 +57,3 @@ def smallest_curvature(
     values, vectors = torch.linalg.eigh(tridiagonal)
     vector = (torch.stack(basis).T @ vectors[:, 0]).view_as(x)
     return float(values[0]), vector
-
-
-@torch.no_grad()
-def make_convex(prior: Prior) -> float:
-    """Move R(·,t_max) to the nearest convex energy of its kind; returns how far the slopes moved, relatively.
-
-    At t̂_max the slopes c_{l+1} − c_l of the last potentials' coefficients become their closest
-    non-decreasing sequence, which makes a B-spline convex; those of all functions before become
-    their mean.  The change is laid on the knots in t̂ in proportion to β_o(t̂_max), so that it fades
-    over the last four of them.
-    """
-    *inner, last = prior._splines()
-    basis = time_basis(torch.tensor([last.t_grid.high], dtype=torch.float64), last.t_grid)[0]
-    share = (basis / basis.square().sum())[None, :, None]
-    moved = 0.0
-    for splines in (*inner, last):
-        c = torch.einsum("o,jol->jl", basis, splines.weight.double())
-        slopes = c.diff()
-        if splines is last:
-            wanted = torch.stack([_non_decreasing(row) for row in slopes])
-        else:
-            wanted = slopes.mean(1, keepdim=True).expand_as(slopes)
-        middle = c.shape[1] // 2  # where the value stays
-        new = torch.cat([torch.zeros_like(c[:, :1]), wanted.cumsum(1)], dim=1)
-        new += (c - new)[:, middle : middle + 1]
-        splines.weight += ((new - c)[:, None, :] * share).to(splines.weight)
-        moved = max(moved, float((wanted - slopes).norm() / slopes.norm()))
-    return moved
-
-
-def _non_decreasing(values: Tensor) -> Tensor:
-    """The closest non-decreasing sequence, by pooling neighbours that are out of order."""
-    pools: list[tuple[float, int]] = []  # mean and length
-    for value in values.tolist():
-        mean, length = value, 1
-        while pools and pools[-1][0] > mean:
-            before, count = pools.pop()
-            mean = (before * count + mean * length) / (count + length)
-            length += count
-        pools.append((mean, length))
-    return torch.cat([torch.full((length,), mean, dtype=values.dtype) for mean, length in pools])
