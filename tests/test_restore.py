@@ -171,8 +171,8 @@ def test_stacks_and_batches_do_not_matter():
     together = denoise(pages)
     for index in np.ndindex(2, 3):
         assert np.array_equal(together[index], denoise(pages[index]))
-    colour = denoise(pages[0], 0.1, channel_axis=0)
-    assert np.array_equal(colour[1], denoise(pages[0, 1], 0.1))  # no prior for colour: one by one
+    colour = denoise(pages[0], 0.1, channel_axis=0, prior="r1")
+    assert np.array_equal(colour[1], denoise(pages[0, 1], 0.1, prior="r1"))  # one by one
 
 
 def test_layouts_of_memory_do_not_matter():

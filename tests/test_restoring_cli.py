@@ -137,14 +137,16 @@ def test_pipes(noisy):
 
 
 def test_comparison_and_trace(noisy, tmp_path):
-    assert run("denoise", noisy, tmp_path / "a.png", "--sigma", "0.08", "--compare", "--trace") == 0
+    words = ("--sigma", "0.08", "--method", "scheduled", "--compare", "--trace")
+    assert run("denoise", noisy, tmp_path / "a.png", *words) == 0
     (both,) = read_picture(tmp_path / "a-compare.png").pages
     assert np.array_equal(both[:, :40], NOISY)
     assert np.array_equal(both[:, -40:], read_picture(tmp_path / "a.png").pages[0])
     head, *rows = (tmp_path / "a-trace.csv").read_text().splitlines()
     assert head == "part,step,t_hat,energy,step_size"
     t_hats = [float(row.split(",")[2]) for row in rows]
-    assert t_hats[0] == pytest.approx(2 * np.log(0.08), abs=1e-5) or len(rows) > 5
+    assert t_hats[0] == pytest.approx(2 * np.log(0.08), abs=1e-5)
+    assert len(rows) == 5 and t_hats[-1] == pytest.approx(t_hats[0] - 3, abs=1e-5)
     assert read_picture(tmp_path / "a-trace.png").pages[0].shape[1] > 500
 
 
