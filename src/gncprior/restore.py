@@ -15,7 +15,7 @@ colour is shipped, the channels of a picture are restored one by one.
 ``quality="best"`` takes the deepest shipped prior and its longest learned schedule; "fast" the one with
 one layer and the shortest schedule.  Without a learned schedule a predefined one serves: t̂ from log σ²
 down by 3 in 4 steps, or the one step of Tweedie's formula; for inpainting from t̂_max to t̂_min in 100
-steps, or in 30 from t = 0.1 [these were the best on the validation images].
+steps, or in 30 from t = 0.1 (docs/restoring.md says what was tried).
 """
 
 from __future__ import annotations
