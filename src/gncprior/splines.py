@@ -21,7 +21,6 @@ Two primitives suffice, and they are closed under differentiation:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -91,24 +90,17 @@ def tables_of(c: Tensor, clip: Tensor | None = None) -> Tensor:
     another table, where the curvature of that table (``clip``) is.
     """
     knots = c.shape[-1] - 2 * GHOSTS
-    tables = (c @ _to_tables(knots, c.dtype, c.device)).unflatten(-1, (ORDER, knots + 2))
-    curvature = (tables if clip is None else clip)[..., 2, :: knots + 1]
-    keep = torch.ones_like(tables)
-    keep[..., 2, :: knots + 1] = (curvature > 0).to(c.dtype)
-    return tables * keep
-
-
-@cache
-@torch.inference_mode(False)  # what is kept must be fit for autograd, whoever asks first
-def _to_tables(knots: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The linear map from coefficients (N+4) to tables (5·(N+2)), tails not yet clipped."""
-    basis = torch.tensor(_BASIS, dtype=torch.float64)
-    matrix = torch.zeros(knots + 2 * GHOSTS, ORDER, knots + 2, dtype=torch.float64)
-    for i in range(knots):
-        matrix[i : i + ORDER, :, i + 1] = basis.T
-    for tail, end in ((0, 1), (knots + 1, knots)):  # value, slope and curvature at the end knots
-        matrix[:, :3, tail] = matrix[:, :3, end]
-    return matrix.flatten(1).to(dtype=dtype, device=device)
+    basis = torch.tensor(_BASIS, dtype=c.dtype, device=c.device)
+    # tap by tap rather than as a matrix product: for one image that would start torch's threads,
+    # whose waiting afterwards costs more than the product
+    rows = c[..., None, :knots] * basis[:, :1]
+    for m in range(1, ORDER):
+        rows = rows + c[..., None, m : m + knots] * basis[:, m : m + 1]
+    tails = rows[..., :: knots - 1]  # of which value, slope and curvature are kept
+    curvature = (tails if clip is None else clip[..., :: knots + 1])[..., 2:3, :]
+    cubic = torch.zeros_like(tails[..., 3:, :])
+    tails = torch.cat([tails[..., :2, :], tails[..., 2:3, :] * (curvature > 0), cubic], dim=-2)
+    return torch.cat([tails[..., :1], rows, tails[..., 1:]], dim=-1)
 
 
 def differentiate(tables: Tensor, inverse_gamma: Tensor) -> Tensor:
@@ -280,8 +272,8 @@ class Collapsed:
         return differentiate(self.tables[order], self.inverse_gamma)
 
 
-def time_basis(t_hat: Tensor, grid: Grid, order: int = 0) -> Tensor:
-    """β((t̂−μ_o)/γ_t) for all o, or its order-th derivative in t̂: (B,) → (B, N_t+4).
+def _time_window(t_hat: Tensor, grid: Grid, order: int) -> tuple[Tensor, Tensor]:
+    """The five weights around t̂ that count, by index, and their β or its order-th derivative: (B, 5) each.
 
     t̂ outside the grid counts as its nearest end, so derivatives vanish there.
     """
@@ -298,7 +290,12 @@ def time_basis(t_hat: Tensor, grid: Grid, order: int = 0) -> Tensor:
         value = value * s[:, None] + basis[k]
     if order:
         value = value * ((t_hat >= grid.low) & (t_hat <= grid.high))[:, None]
-    index = nearest.long()[:, None] + torch.arange(ORDER, device=t_hat.device)
+    return nearest.long()[:, None] + powers, value
+
+
+def time_basis(t_hat: Tensor, grid: Grid, order: int = 0) -> Tensor:
+    """β((t̂−μ_o)/γ_t) for all o, or its order-th derivative in t̂: (B,) → (B, N_t+4)."""
+    index, value = _time_window(t_hat, grid, order)
     dense = torch.zeros(len(t_hat), grid.weights, dtype=t_hat.dtype, device=t_hat.device)
     return dense.scatter(1, index, value)
 
@@ -335,12 +332,16 @@ class Splines(nn.Module):
         quadratic = 0.5 * (mu**2 - 5 * self.x_grid.gamma**2 / 12)
         self.weight.copy_(quadratic.to(self.weight).expand_as(self.weight))
 
+    def _coefficients(self, t_hat: Tensor, order: int) -> Tensor:
+        """Σ_o w_lo β_o(t̂), or its order-th derivative: (B, C, N_x+4)."""
+        index, value = _time_window(t_hat, self.t_grid, order)
+        # five terms and not a matrix product, for the reason given in tables_of
+        terms = [self.weight.index_select(1, index[:, m]) * value[:, m, None] for m in range(ORDER)]
+        return torch.stack(terms).sum(0).transpose(0, 1)
+
     def collapse(self, t_hat: Tensor, derivatives: int = 0) -> Collapsed:
         """Tables at t̂ (B,) of φ and of its first ``derivatives`` (at most 2) derivatives in t̂."""
-        coefficients = [
-            torch.einsum("bo,jol->bjl", time_basis(t_hat, self.t_grid, order), self.weight)
-            for order in range(derivatives + 1)
-        ]
+        coefficients = [self._coefficients(t_hat, order) for order in range(derivatives + 1)]
         tables = [tables_of(coefficients[0])]
         tables += [tables_of(c, clip=tables[0]) for c in coefficients[1:]]
         inverse = torch.full(
