@@ -462,7 +462,7 @@ inline void first_layer(const float* x, const float* w, i64 images, i64 channels
     std::vector<std::vector<float>> flipped;
     for (i64 c = 0; c < channels; ++c) flipped.push_back(flipped_columns(w, filters, channels, c, k));
     // with the halo of a 7×7 filter these tiles are 128 wide and their GROUP planes fit in 0.3 MB
-    const Tiling tiles(shape, tile_side(74, k.height), tile_side(128 - (k.width - 1), k.width));
+    const Tiling tiles(shape, tile_side(66, k.height), tile_side(128 - (k.width - 1), k.width));
     std::vector<double> partial(static_cast<std::size_t>(images * tiles.count() * n_sums));
     parallel_for(images * tiles.count(), threads, [&](i64 task) {
         thread_local Scratch in_memory, group_memory, box_memory;
