@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gncprior
-from gncprior import GncpriorError, denoise, estimate_sigma, inpaint
+from gncprior import GncpriorError, denoise, estimate_sigma, inpaint, restore
 from gncprior.fidelity import Denoising, Inpainting
 from gncprior.restore import Scheme, noise_levels
 from gncprior.tiles import ENOUGH, TiledEnergy, halo, reach, tiles
@@ -263,3 +263,15 @@ def test_the_first_bad_pixel_is_named():
     page[1, 2, 4, 1] = np.nan
     with pytest.raises(GncpriorError, match="row 2, column 4, channel 1 of picture 1 is nan"):
         denoise(page, 0.1, channel_axis=-1, tile=3)
+
+
+def test_the_best_prior_is_the_deepest_that_has_a_schedule_for_the_task(tmp_path, monkeypatch):
+    monkeypatch.setattr(restore, "WEIGHTS", tmp_path)
+    for name in ("r1", "r3", "r1-denoise-10"):
+        (tmp_path / f"{name}.safetensors").touch()
+    assert restore._best("best", 1, "denoise") == "r1"
+    (tmp_path / "r3-denoise-30.safetensors").touch()
+    assert restore._best("best", 1, "denoise") == "r3"
+    assert restore._best("best", 3, "denoise") == "r3"
+    assert restore._best("fast", 1, "denoise") == "r1"
+    assert restore._best("best", 1, "inpaint") == "r1"

@@ -497,6 +497,10 @@ def test_two_processes_under_torchrun_equal_one(tmp_path):
         "patch": 12,
         "batch": 8,
         "steps": 20,
+        "lr_filters": 1e-3,  # not those of a recipe, which may be tuned
+        "lr_splines": 1e-3,
+        "t_weight": 1.0,
+        "warmup": 0,
     }
     line = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
     line += ["--layers=2", "--average=0", "--no-calibrate", "--no-tensorboard", "--t-fraction=1"]

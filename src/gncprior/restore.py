@@ -12,7 +12,7 @@ levels of a byte picture.  Pictures are (…, H, W), leading axes being a stack;
 axis holds colours, and of 2 or 4 channels the last is alpha, which is kept.  Where no prior for
 colour is shipped, the channels of a picture are restored one by one.
 
-``quality="best"`` takes the deepest shipped prior and its longest learned schedule; "fast" the one with
+``quality="best"`` takes the deepest prior that has a learned schedule, and the longest; "fast" the one with
 one layer and the shortest schedule.  Without a learned schedule a predefined one serves: t̂ from log σ²
 down by 3 in 4 steps, or the one step of Tweedie's formula; for inpainting from t̂_max to t̂_min in 100
 steps, or in 30 from t = 0.1 (docs/restoring.md says what was tried).
@@ -75,7 +75,7 @@ def denoise(
     pictures = Pictures(image, channel_axis, data_range)
     if sigma is not None and not 0 < sigma < math.inf:
         raise GncpriorError(f"The noise level sigma must be positive and finite, not {sigma}.")
-    model, name = _choose(prior, quality, pictures.colours)
+    model, name = _choose(prior, quality, pictures.colours, DENOISE)
     result = Pictures(copy_of(image), channel_axis, data_range)
     levels: dict[tuple[int, ...], float] = {}
     for index in pictures:
@@ -116,7 +116,7 @@ def inpaint(
     masks = masks_like(mask, pictures, channel_axis)[..., : pictures.colours, :, :]
     if method == "tweedie":
         raise GncpriorError("One step of Tweedie's formula denoises; choose another method.")
-    model, name = _choose(prior, quality, pictures.colours)
+    model, name = _choose(prior, quality, pictures.colours, INPAINT)
     result = Pictures(copy_of(image), channel_axis, data_range)
     shares = {index: float(masks[index].mean()) for index in pictures}
     if any(masks[index].all(axis=(-2, -1)).any() for index in pictures):
@@ -249,7 +249,7 @@ def _learned(name: str | Path | None, task: str, quality: Quality) -> Path | Non
 
 
 def _choose(
-    prior: str | Path | Prior, quality: Quality, colours: int
+    prior: str | Path | Prior, quality: Quality, colours: int, task: str
 ) -> tuple[Prior, str | Path | None]:
     """The prior and, where it has one, the name by which its schedules are found."""
     if quality not in ("fast", "best"):
@@ -257,7 +257,7 @@ def _choose(
     if isinstance(prior, Prior):
         model, name = prior, None
     else:
-        name = _best(quality, colours) if prior == "auto" else prior
+        name = _best(quality, colours, task) if prior == "auto" else prior
         model = _load(name)
     channels = model.architecture.channels
     if channels not in (1, colours):
@@ -267,13 +267,18 @@ def _choose(
     return model, name
 
 
-def _best(quality: Quality, colours: int) -> str:
-    """By the number of layers; a prior for colour, if there is one, for colour."""
+def _best(quality: Quality, colours: int, task: str) -> str:
+    """The deepest prior with a learned schedule for the task, else the shallowest; for colour one of colour.
+
+    Depth pays only with a schedule of its own: more layers make a step dear, and few steps of a
+    predefined schedule do not use them.
+    """
     names = [file.stem for file in WEIGHTS.glob(f"*{SUFFIX}")]
     for pattern in (r"r\d+-rgb",) * (colours == 3) + (r"r\d+",):
         known = {int(re.findall(r"\d+", n)[0]): n for n in names if re.fullmatch(pattern, n)}
         if known:
-            return known[max(known) if quality == "best" else min(known)]
+            ready = [depth for depth, name in known.items() if _learned(name, task, quality)]
+            return known[max(ready) if ready and quality == "best" else min(known)]
     raise GncpriorError("No prior is shipped with this version: name the file of one.")
 
 

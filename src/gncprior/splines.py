@@ -334,8 +334,11 @@ class Splines(nn.Module):
 
     def _coefficients(self, t_hat: Tensor, order: int) -> Tensor:
         """Σ_o w_lo β_o(t̂), or its order-th derivative: (B, C, N_x+4)."""
+        if torch.is_grad_enabled() and (self.weight.requires_grad or t_hat.requires_grad):
+            basis = time_basis(t_hat, self.t_grid, order)
+            return torch.einsum("bo,jol->bjl", basis, self.weight)
+        # without a graph five terms and not a matrix product, for the reason given in tables_of
         index, value = _time_window(t_hat, self.t_grid, order)
-        # five terms and not a matrix product, for the reason given in tables_of
         terms = [self.weight.index_select(1, index[:, m]) * value[:, m, None] for m in range(ORDER)]
         return torch.stack(terms).sum(0).transpose(0, 1)
 
