@@ -658,3 +658,16 @@ def test_ctrl_c_ends_the_command_with_the_way_to_go_on(folder, monkeypatch, caps
     assert caught.value.code == 130
     assert f"Stopped at step 5; go on with --resume --out {folder}/run." in capsys.readouterr().out
     assert RunFolder(folder / "run").checkpoints()[-1].name == "checkpoint-000000005.safetensors"
+
+
+def test_training_starts_from_a_prior_of_fewer_layers(tmp_path):
+    small = {"filters": 3, "first_size": 3, "x_knots": 9, "t_knots": 4}
+    file = tmp_path / "r1.safetensors"
+    shallow = State(Recipe(**small, seed=3)).prior
+    checkpoints.save_prior(file, shallow)
+    started = State(Recipe(**small, layers=2, start=str(file))).prior
+    want = shallow.deepened(2).state_dict()
+    assert all(torch.equal(value, want[name]) for name, value in started.state_dict().items())
+    assert all(p.requires_grad for p in started.parameters())
+    with pytest.raises(GncpriorError, match="the recipe wants"):
+        State(Recipe(**small | {"x_knots": 11}, layers=2, start=str(file)))

@@ -138,6 +138,9 @@ class Prior(nn.Module):
         a = self.architecture
         if layers < a.layers:
             raise GncpriorError(f"A prior of {a.layers} layers cannot start one of {layers}.")
+        if a.scaled and layers > a.layers:
+            # its first functions take √(s²+t) off, so an identity there would change the energy
+            raise GncpriorError("The scaled variant cannot be made deeper.")
         deep = Prior(replace(a, layers=layers)).to(self.filters[0])
         for new, old in zip(deep.filters, self.filters, strict=False):
             new.copy_(old)
@@ -154,8 +157,6 @@ class Prior(nn.Module):
                 new.weight.copy_(old.weight)
         if mine[0].spread is not None and others[0].spread is not None:
             others[0].spread.copy_(mine[0].spread)
-            if layers > a.layers == 1:
-                raise GncpriorError("The scaled variant of one layer cannot be made deeper.")
         return deep
 
     # ------------------------------------------------------------ parts
