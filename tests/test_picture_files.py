@@ -5,12 +5,13 @@ import os
 import struct
 import sys
 import time
+import zlib
 
 import numpy as np
 import pytest
 from fuzz import outcome
 from mutants import mutants, whole_files
-from PIL import Image
+from PIL import ExifTags, Image, TiffImagePlugin
 
 from gncprior import GncpriorError
 from gncprior.picture_files import Picture, encode, read_picture, write_picture
@@ -20,6 +21,7 @@ GREY = RNG.integers(0, 256, (6, 9)).astype(np.uint8)
 DEEP = RNG.integers(0, 65536, (6, 9)).astype(np.uint16)
 COLOUR = RNG.integers(0, 256, (6, 9, 3)).astype(np.uint8)
 ALPHA = RNG.integers(0, 256, (6, 9, 4)).astype(np.uint8)
+DEEP_ALPHA = RNG.integers(0, 65536, (6, 9, 4)).astype(np.uint16)
 
 
 def through(page: np.ndarray, path) -> tuple[np.ndarray, tuple[str, ...]]:
@@ -32,6 +34,7 @@ def through(page: np.ndarray, path) -> tuple[np.ndarray, tuple[str, ...]]:
     ("suffix", "pages"),
     [
         ("png", [GREY, DEEP, COLOUR, ALPHA, ALPHA[..., :2]]),
+        ("png", [DEEP_ALPHA, DEEP_ALPHA[..., :3], DEEP_ALPHA[..., :2]]),
         ("webp", [COLOUR, ALPHA]),
         ("bmp", [GREY, COLOUR]),
         ("ppm", [COLOUR]),
@@ -60,6 +63,8 @@ def test_what_a_format_cannot_hold_is_said(tmp_path):
     assert back.dtype == np.uint8 and "a.jpg has 8 bits a channel" in notice
     back, (notice,) = through(DEEP / 65535, tmp_path / "a.png")
     assert np.array_equal(back, DEEP) and "a.png has 16 bits a channel" in notice
+    back, (notice,) = through(DEEP_ALPHA / 65535, tmp_path / "b.png")
+    assert np.array_equal(back, DEEP_ALPHA) and "b.png has 16 bits a channel" in notice
     back, (notice,) = through(ALPHA, tmp_path / "a.jpeg")
     assert back.shape == (6, 9, 3) and "without transparency" in notice
 
@@ -76,19 +81,96 @@ def test_many_pages(tmp_path):
     assert len(read_picture(tmp_path / "b.npy").pages) == 3
 
 
-@pytest.mark.parametrize("suffix", ["png", "jpg", "tif", "webp"])
-def test_metadata_is_kept(tmp_path, suffix):
+def camera() -> bytes:
+    """EXIF as a camera writes it, with its settings, a place and a note in its own language."""
     exif = Image.Exif()
-    exif[0x010F] = "a camera"
-    metadata = {"dpi": (300.0, 300.0), "icc_profile": b"p" * 200, "exif": exif.tobytes()}
-    write_picture(tmp_path / f"a.{suffix}", Picture((COLOUR,), metadata=metadata))
-    back = read_picture(tmp_path / f"a.{suffix}").metadata
-    assert back["icc_profile"] == metadata["icc_profile"]
+    exif[ExifTags.Base.Make] = "a camera"
+    exif[ExifTags.Base.Orientation] = 6
+    exif[ExifTags.IFD.Exif] = {
+        ExifTags.Base.ExposureTime: TiffImagePlugin.IFDRational(1, 125),
+        ExifTags.Base.ISOSpeedRatings: 400,
+        ExifTags.Base.MakerNote: b"odd\0note",
+    }
+    exif[ExifTags.IFD.GPSInfo] = {ExifTags.GPS.GPSLatitudeRef: "N"}
+    return exif.tobytes()
+
+
+def assert_of_the_camera(exif: Image.Exif) -> None:
+    assert exif[ExifTags.Base.Make] == "a camera"
+    assert exif[ExifTags.Base.Orientation] == 6
+    settings = exif.get_ifd(ExifTags.IFD.Exif)
+    assert settings[ExifTags.Base.ExposureTime] == 1 / 125
+    assert settings[ExifTags.Base.ISOSpeedRatings] == 400
+    assert settings[ExifTags.Base.MakerNote] == b"odd\0note"
+    assert exif.get_ifd(ExifTags.IFD.GPSInfo) == {ExifTags.GPS.GPSLatitudeRef: "N"}
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg", "tif", "webp"])
+@pytest.mark.parametrize("page", [COLOUR, DEEP_ALPHA[..., :3]], ids=["8 bits", "16 bits"])
+def test_metadata_is_kept(tmp_path, suffix, page):
+    metadata = {"dpi": (300.0, 300.0), "icc_profile": b"p" * 200, "exif": camera()}
+    file, copy = tmp_path / f"a.{suffix}", tmp_path / f"b.{suffix}"
+    write_picture(file, Picture((page,), metadata=metadata))
+    write_picture(copy, read_picture(file))  # and a second time
+    picture = read_picture(copy)
+    assert picture.notices == ()
+    assert picture.metadata["icc_profile"] == metadata["icc_profile"]
     if suffix != "webp":
-        assert back["dpi"] == pytest.approx((300, 300), abs=0.1)
-    if suffix != "tif":
-        with Image.open(tmp_path / f"a.{suffix}") as image:
-            assert image.getexif()[0x010F] == "a camera"
+        assert picture.metadata["dpi"] == pytest.approx((300, 300), abs=0.1)
+    exif = Image.Exif()
+    exif.load(picture.metadata["exif"])
+    assert_of_the_camera(exif)
+    if (suffix, page.dtype) != ("tif", np.uint16):  # which Pillow does not open
+        with Image.open(copy) as image:  # as others read it
+            assert_of_the_camera(image.getexif())
+
+
+def test_exif_goes_from_format_to_format(tmp_path):
+    picture = Picture((COLOUR,), metadata={"exif": camera()})
+    for name in ("a.jpg", "b.tif", "c.png", "d.tiff", "e.webp", "f.jpg"):
+        write_picture(tmp_path / name, picture)
+        picture = read_picture(tmp_path / name)
+    exif = Image.Exif()
+    exif.load(picture.metadata["exif"])
+    assert_of_the_camera(exif)
+
+
+def test_tiff_with_exif_is_the_same_to_others(tmp_path):
+    import tifffile
+
+    pages = (DEEP, DEEP[::-1], DEEP_ALPHA)
+    write_picture(tmp_path / "a.tif", Picture(pages, metadata={"exif": camera()}))
+    with tifffile.TiffFile(tmp_path / "a.tif") as tiff:
+        assert all(np.array_equal(p.asarray(), q) for p, q in zip(tiff.pages, pages, strict=True))
+        tags = tiff.pages[0].tags
+        assert tags["ExifTag"].value["ISOSpeedRatings"] == 400
+        codes = [tag.code for tag in tags]
+        assert codes == sorted(codes)
+
+
+@pytest.mark.parametrize(("order", "big"), [("<", False), (">", False), ("<", True)])
+def test_exif_of_every_kind_of_tiff(order, big):
+    import tifffile
+
+    file = io.BytesIO()
+    with tifffile.TiffWriter(file, bigtiff=big, byteorder=order) as writer:
+        writer.write(DEEP_ALPHA[..., :3].astype(np.float16), photometric="rgb", metadata=None,
+                     software="a program", extratags=[(271, "s", 0, "a camera", True)])  # fmt: skip
+    picture = read_picture(file.getvalue())
+    assert picture.notices == ()
+    exif = Image.Exif()
+    exif.load(picture.metadata["exif"])
+    assert dict(exif) == {271: "a camera", 305: "a program"}
+
+
+def test_exif_that_is_damaged_or_too_long_is_said(tmp_path):
+    metadata = {"exif": b"Exif\0\0nonsense"}
+    (notice,) = write_picture(tmp_path / "a.tif", Picture((GREY,), metadata=metadata))
+    assert "a.tif is without EXIF" in notice
+    assert np.array_equal(read_picture(tmp_path / "a.tif").pages[0], GREY)
+    metadata = {"exif": camera() + bytes(70_000)}
+    (notice,) = write_picture(tmp_path / "a.jpg", Picture((GREY,), metadata=metadata))
+    assert "a.jpg is without EXIF" in notice
 
 
 @pytest.mark.parametrize(("mode", "target"), [("CMYK", "RGB"), ("P", "RGB"), ("1", "L")])
@@ -115,15 +197,72 @@ def test_compressions_that_only_pillow_knows(tmp_path):
     assert np.array_equal(read_picture(tmp_path / "a.tif").pages[0], COLOUR)
 
 
-def png(width: int, height: int) -> bytes:
-    """The head of a PNG file of any dimensions."""
-    import zlib
+def png(width: int, height: int, depth: int = 8, data: bytes = bytes(1000), *more: int) -> bytes:
+    """A PNG file of any dimensions and content; more is type, compression, filter, interlacing."""
+    head = struct.pack(">IIBBBBB", width, height, depth, *(more or (0, 0, 0, 0)))
+    parts = [(b"IHDR", head), (b"IDAT", zlib.compress(data)), (b"IEND", b"")]
+    chunks = [
+        struct.pack(">I", len(content)) + kind + content
+        + struct.pack(">I", zlib.crc32(kind + content))
+        for kind, content in parts
+    ]  # fmt: skip
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
-    body = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
-    head = struct.pack(">I", 13) + body + struct.pack(">I", zlib.crc32(body))
-    data = zlib.compress(bytes(1000))
-    idat = struct.pack(">I", len(data)) + b"IDAT" + data
-    return b"\x89PNG\r\n\x1a\n" + head + idat + struct.pack(">I", zlib.crc32(b"IDAT" + data))
+
+DEEP_TYPES = {2: 4, 3: 2, 4: 6}  # channels → colour type
+
+
+@pytest.mark.parametrize("channels", DEEP_TYPES)
+@pytest.mark.parametrize("kind", range(5))
+def test_deep_png_by_every_filter(channels, kind):
+    """Filters 0 … 4 are none, left, above, their mean, and Paeth's choice among three."""
+    page = DEEP_ALPHA[..., :channels]
+    rows = page.astype(">u2").view(np.uint8).reshape(6, -1).astype(int)
+    left, above, corner = np.zeros_like(rows), np.zeros_like(rows), np.zeros_like(rows)
+    left[:, 2 * channels :] = rows[:, : -2 * channels]
+    above[1:] = rows[:-1]
+    corner[1:] = left[:-1]
+    near = np.abs(np.stack([left, above, corner]) - (left + above - corner)).argmin(0)
+    paeth = np.choose(near, [left, above, corner])  # the first of equals
+    guess = [0 * rows, left, above, (left + above) // 2, paeth][kind]
+    filtered = np.insert((rows - guess) % 256, 0, kind, axis=1).astype(np.uint8)
+    data = png(9, 6, 16, filtered.tobytes(), DEEP_TYPES[channels], 0, 0, 0)
+    (back,) = read_picture(data).pages
+    assert back.dtype == np.uint16 and np.array_equal(back, page)
+
+
+@pytest.mark.parametrize("channels", DEEP_TYPES)
+def test_deep_png_interlaced(channels):
+    page = DEEP_ALPHA[..., :channels]
+    passes = [(0, 0, 8, 8), (0, 4, 8, 8), (4, 0, 8, 4), (0, 2, 4, 4), (2, 0, 4, 2), (0, 1, 2, 2),
+              (1, 0, 2, 1)]  # fmt: skip
+    data = b""
+    for row, column, down, across in passes:
+        part = page[row::down, column::across]
+        if part.size:
+            data += b"".join(b"\0" + line.astype(">u2").tobytes() for line in part)
+    (back,) = read_picture(png(9, 6, 16, data, DEEP_TYPES[channels], 0, 0, 1)).pages
+    assert np.array_equal(back, page)
+
+
+def test_deep_png_in_bands(tmp_path, monkeypatch):
+    monkeypatch.setattr("gncprior.deep_png._BAND", 20)  # two rows at a time, and one
+    for page in (DEEP_ALPHA, DEEP_ALPHA[:5, :, :3], DEEP_ALPHA[..., :2]):
+        assert np.array_equal(through(page, tmp_path / "a.png")[0], page)
+
+
+def test_damage_to_a_deep_png_is_found():
+    file = io.BytesIO()
+    encode(file, Picture((DEEP_ALPHA,)), "PNG")
+    whole = file.getvalue()
+    begin, end = whole.index(b"IDAT"), whole.index(b"IEND")
+    for place in range(begin, end - 4, 7):
+        damaged = bytearray(whole)
+        damaged[place] ^= 16
+        with pytest.raises(GncpriorError, match="Cannot read the input as a picture"):
+            read_picture(bytes(damaged))
+        with pytest.raises(GncpriorError, match="Cannot read the input as a picture"):
+            read_picture(whole[:place])
 
 
 def npy(shape: tuple[int, ...], dtype: str = "|u1") -> bytes:
@@ -149,6 +288,8 @@ def tiff(width: int, height: int, following: int = 0) -> bytes:
         (b"hello", "Cannot read .* as a picture"),
         (png(100_000, 100_000), "10000 megapixels|Cannot read"),
         (png(0, 5), "Cannot read|no pixels"),
+        (png(50_000, 50_000, 16, bytes(10**7), 2, 0, 0, 0), "2500 megapixels|Cannot read"),
+        (png(4000, 4000, 16, bytes(1000), 6, 0, 0, 0), "Cannot read"),
         (npy((10**6, 10**6)), "1000000 megapixels"),
         (npy((5000, 5000)), "cut off"),
         (npy((5, 5), "|O"), "holds object"),

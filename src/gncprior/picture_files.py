@@ -24,6 +24,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from PIL import Image
 
+from gncprior import deep_png, exif
 from gncprior.errors import GncpriorError
 
 FORMATS = {
@@ -36,6 +37,8 @@ MOST_PAGES = 10_000
 _PLAIN_MODES = {"L", "LA", "RGB", "RGBA", "F"}
 _TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _CHANNELS = (1, 2, 3, 4)
+_JPEG_EXIF = 65533  # bytes
+_CLASSIC_TIFF = 2**32 - 2**25  # bytes of pixels; more need the larger numbers of a BigTIFF
 
 
 @dataclass(frozen=True)
@@ -138,26 +141,27 @@ def _read_pillow(file: BinaryIO, name: str) -> Picture:
                 for key in ("dpi", "icc_profile", "exif")
                 if (value := image.info.get(key))
             }
+            if "exif" in metadata:  # WebP has the block without the word before it
+                metadata["exif"] = b"Exif\0\0" + metadata["exif"].removeprefix(b"Exif\0\0")
             pages, total = [], 0
             for k in range(count):
                 image.seek(k)
                 total += image.width * image.height
                 _check_size(total, name)
-                pages.append(_page(image, name, notices, metadata))
+                pages.append(_page(image, file, name, notices, metadata))
             return Picture(tuple(pages), image.format or "PNG", metadata, tuple(notices))
 
 
 def _page(
-    image: Image.Image, name: str, notices: list[str], metadata: dict[str, Any]
+    image: Image.Image, file: BinaryIO, name: str, notices: list[str], metadata: dict[str, Any]
 ) -> np.ndarray:
     """The pixels of an open file, converted where arrays have no such thing."""
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
         return np.asarray(image).astype(np.uint16)
     if image.mode == "I":
         raise GncpriorError(f"{name} has integers of 32 bits and no known range: use 16 bits.")
-    raw = [str(tile) for tile in getattr(image, "tile", ())]
-    if image.format == "PNG" and any(";16" in tile for tile in raw):
-        notices.append(f"{name} has colours of 16 bits, of which PNG files are read with 8")
+    if (layout := deep_png.layout(image)) is not None:
+        return deep_png.read(file, layout)
     if image.mode in _PLAIN_MODES:
         return np.array(image)
     transparent = "transparency" in image.info or image.mode in ("PA", "RGBa", "La")
@@ -209,15 +213,27 @@ def _read_tiff(file: BinaryIO, name: str) -> Picture:
     try:
         import tifffile
     except ImportError:
-        return _read_pillow(file, name)
+        return _with_exif(_read_pillow(file, name), file, name)
     try:
         with tifffile.TiffFile(file) as tiff:
-            return _tiff_pages(tiff, name)
+            picture = _tiff_pages(tiff, name)
     except (GncpriorError, MemoryError):
         raise
     except Exception:  # noqa: BLE001  (as above)
         file.seek(0)
-        return _read_pillow(file, name)
+        picture = _read_pillow(file, name)
+    return _with_exif(picture, file, name)
+
+
+def _with_exif(picture: Picture, file: BinaryIO, name: str) -> Picture:
+    """The picture of a TIFF file with the EXIF among its tags."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            block = exif.from_tiff(file)
+    except Exception:  # noqa: BLE001  (as above; the pixels are whole)
+        return replace(picture, notices=(*picture.notices, f"{name} has EXIF that cannot be read"))
+    return replace(picture, metadata=picture.metadata | {"exif": block}) if block else picture
 
 
 def _tiff_pages(tiff: Any, name: str) -> Picture:
@@ -306,15 +322,21 @@ def encode(
         np.lib.format.write_array(file, pages[0] if len(pages) == 1 else np.stack(pages))
         return ()
     notices: list[str] = []
-    if kind == "TIFF" and _write_tiff(file, picture):
-        return ()
+    if kind == "TIFF" and _write_tiff(file, picture, name, notices):
+        return tuple(notices)
     if len(picture.pages) > 1 and kind != "TIFF":
         raise GncpriorError(f"{name} cannot hold {len(picture.pages)} pages: write a TIFF.")
     fitted = [_fit(page, kind, name, notices) for page in picture.pages]
+    if fitted[0].dtype == np.uint16 and fitted[0].ndim == 3:
+        deep_png.write(file, fitted[0], picture.metadata)
+        return tuple(notices)
     images = [Image.fromarray(page) for page in fitted]
     options: dict[str, Any] = dict(picture.metadata)
     if kind == "JPEG":
         options |= {"quality": 95, "subsampling": 0}
+        if len(options.get("exif", b"")) > _JPEG_EXIF:
+            notices.append(f"{name} is without EXIF, of which there is more than JPEG can hold")
+            del options["exif"]
     elif kind == "WEBP":
         options |= {"lossless": True}
     elif kind in ("BMP", "PPM"):
@@ -335,7 +357,7 @@ def _fit(page: np.ndarray, kind: str, name: str, notices: list[str]) -> np.ndarr
         page = page[..., 0] if page.shape[2] == 1 else page
     if page.ndim == 3 and page.shape[2] == 2 and kind == "WEBP":
         page = page[..., [0, 0, 0, 1]]
-    deep = page.ndim == 2 and kind in ("PNG", "PPM", "TIFF")
+    deep = kind == "PNG" or (page.ndim == 2 and kind in ("PPM", "TIFF"))
     if page.dtype == np.uint8 or (page.dtype == np.uint16 and deep):
         return np.ascontiguousarray(page)
     if page.dtype == np.float32 and page.ndim == 2 and kind == "TIFF":
@@ -346,7 +368,7 @@ def _fit(page: np.ndarray, kind: str, name: str, notices: list[str]) -> np.ndarr
     return np.ascontiguousarray(np.rint(share * top).astype(dtype))
 
 
-def _write_tiff(file: BinaryIO, picture: Picture) -> bool:
+def _write_tiff(file: BinaryIO, picture: Picture, name: str, notices: list[str]) -> bool:
     """By tifffile, any depth; False where it is missing."""
     try:
         import tifffile
@@ -357,7 +379,8 @@ def _write_tiff(file: BinaryIO, picture: Picture) -> bool:
         options |= {"resolution": tuple(float(d) for d in dpi), "resolutionunit": "INCH"}
     if profile := picture.metadata.get("icc_profile"):
         options["iccprofile"] = profile
-    with tifffile.TiffWriter(file) as writer:
+    big = sum(page.nbytes for page in picture.pages) > _CLASSIC_TIFF
+    with tifffile.TiffWriter(file, bigtiff=big, byteorder="<") as writer:
         for page in picture.pages:
             colours = page.shape[2] if page.ndim == 3 else 1
             alpha = ["unassalpha"] if colours in (2, 4) else None
@@ -368,6 +391,11 @@ def _write_tiff(file: BinaryIO, picture: Picture) -> bool:
                 extrasamples=alpha,
                 **options,
             )
+    if block := picture.metadata.get("exif"):
+        try:
+            exif.into_tiff(file, block)
+        except Exception:  # noqa: BLE001  (what cameras write breaks parsers in every way)
+            notices.append(f"{name} is without EXIF, which is damaged or of too large a file")
     return True
 
 
