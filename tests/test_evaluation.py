@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from gncprior import GncpriorError, cli
+from gncprior import GncpriorError, cli, estimate_sigma, load
 from gncprior.checkpoints import save_prior
 from gncprior.cli.levels import parse_level, parse_levels, parse_shares
 from gncprior.evaluation import evaluate, observe, open_images, report, restoration
@@ -102,8 +102,8 @@ def test_the_masks_of_the_protocol(folder):
 def test_colours_have_noise_of_their_own_and_lose_pixels_together():
     x = np.zeros((3, 8, 9))
     noisy, _ = observe(x, 4, "denoise", 0.5)
-    expected = 0.5 * np.random.default_rng(4).standard_normal((3, 8, 9))
-    assert np.array_equal(noisy, expected)
+    expected = 0.5 * np.random.default_rng(4).standard_normal((8, 9, 3))
+    assert np.array_equal(noisy, expected.transpose(2, 0, 1))
     _, mask = observe(x, 4, "inpaint", 0.5)
     assert np.array_equal(mask[0], mask[2])
 
@@ -152,6 +152,99 @@ def test_inpainting_methods_keep_what_is_known(prior):
         restoration(prior, "inpaint", 0.7, "tweedie")(z, mask)
 
 
+# ---------------------------------------------------------------- the noise level, and colour
+
+
+@pytest.fixture(scope="module")
+def colourful(tmp_path_factory):
+    """Two pictures in colour, smooth enough that their noise can be told from them."""
+    folder = tmp_path_factory.mktemp("colourful")
+    rows, columns = np.mgrid[:48, :40]
+    for k, name in enumerate(("a.png", "b.png")):
+        waves = [np.sin(rows / (9 + c) + k) + np.cos(columns / (11 - c)) for c in range(3)]
+        Image.fromarray((127 + 50 * np.dstack(waves)).astype(np.uint8)).save(folder / name)
+    return folder
+
+
+def in_colour(folder) -> list[np.ndarray]:
+    return [np.asarray(Image.open(folder / name)) / 255.0 for name in ("a.png", "b.png")]
+
+
+def with_noise(x: np.ndarray, k: int, sigma: float) -> np.ndarray:
+    """Of the protocol, as float32."""
+    return (x + sigma * np.random.default_rng(k).standard_normal(x.shape)).astype(np.float32)
+
+
+def run(folder, prior, tmp_path, *words):
+    """What the command writes for one level."""
+    file = tmp_path / "scores.json"
+    named = ["--prior", str(prior), "--data", str(folder), "--json", str(file)]
+    assert cli.main(["evaluate", *named, *words]) == 0
+    (found,) = json.loads(file.read_text("utf-8"))
+    return found
+
+
+def test_the_error_of_the_noise_level(colourful, tmp_path, capsys):
+    grey = [np.asarray(Image.open(colourful / n).convert("L")) / 255.0 for n in ("a.png", "b.png")]
+    for images, words in [(grey, []), (in_colour(colourful), ["--colour"])]:
+        found = run(colourful, "r1", tmp_path, "--task", "noise", "--sigma", "0.1", *words)
+        errors = []
+        for k, (x, row) in enumerate(zip(images, found["images"], strict=True)):
+            axis = -1 if x.ndim == 3 else None
+            sigma = estimate_sigma(with_noise(x, k, 0.1), channel_axis=axis)
+            errors.append(abs(sigma - 0.1) / 0.1)
+            assert row["sigma"] == pytest.approx(sigma, rel=1e-3)
+            assert row["error"] == pytest.approx(errors[-1], abs=1e-3) and row["error"] < 0.2
+        assert found["mean"]["error"] == pytest.approx(np.mean(errors), abs=1e-3)
+        assert found["settings"]["task"] == "noise" and found["settings"]["level"] == 0.1
+        assert f"{found['mean']['error']:8.4f}" in capsys.readouterr().out
+
+
+def test_blind_is_told_what_was_estimated(colourful, tmp_path):
+    words = ["--sigma", "0.1", "--method", "tweedie"]
+    found = run(colourful, "r1", tmp_path, *words, "--blind")
+    told = run(colourful, "r1", tmp_path, *words)
+    assert found["settings"]["blind"] and not told["settings"]["blind"]
+    prior = load("r1")
+    for k, row in enumerate(found["images"]):
+        x = np.asarray(Image.open(colourful / row["name"]).convert("L")) / 255.0
+        z = with_noise(x, k, 0.1)
+        sigma = estimate_sigma(z)
+        y = torch.from_numpy(z)[None, None]
+        restored = (y - sigma**2 * prior.grad(y, 2 * math.log(sigma)))[0, 0].numpy()
+        assert row["psnr"] == pytest.approx(psnr(restored, x), abs=1e-3)
+        assert row["psnr"] != told["images"][k]["psnr"]
+
+
+def test_colour_channel_by_channel_with_a_prior_for_grey(folder, prior, colourful, tmp_path):
+    words = ["--sigma", "0.1", "--method", "tweedie", "--colour"]
+    found = run(colourful, folder / "tiny.safetensors", tmp_path, *words)
+    assert found["settings"]["colour"] is True
+    for k, (x, row) in enumerate(zip(in_colour(colourful), found["images"], strict=True)):
+        z = with_noise(x, k, 0.1)
+        one_by_one = []
+        for c in range(3):
+            y = torch.from_numpy(z[..., c].copy())[None, None]
+            one_by_one.append((y - 0.01 * prior.grad(y, math.log(0.01)))[0, 0].numpy())
+        assert row["psnr"] == pytest.approx(psnr(np.dstack(one_by_one), x), abs=1e-4)
+    inpainted = run(colourful, folder / "tiny.safetensors", tmp_path, "--task", "inpaint",
+                    "--method", "scheduled", "--colour", "--missing", "0.5")  # fmt: skip
+    assert len(inpainted["images"]) == 2
+
+
+def test_colour_with_a_prior_for_colour(colourful, tmp_path):
+    prior = Prior(Architecture(channels=3, filters=6, first_size=3, t_knots=5)).start()
+    prior = prior.requires_grad_(False)
+    save_prior(tmp_path / "rgb.safetensors", prior)
+    words = ["--sigma", "0.1", "--method", "tweedie"]
+    found = run(colourful, tmp_path / "rgb.safetensors", tmp_path, *words)
+    assert found["settings"]["colour"] is True
+    for k, (x, row) in enumerate(zip(in_colour(colourful), found["images"], strict=True)):
+        y = torch.from_numpy(with_noise(x, k, 0.1).transpose(2, 0, 1).copy())[None]
+        restored = (y - 0.01 * prior.grad(y, math.log(0.01)))[0].numpy().transpose(1, 2, 0)
+        assert row["psnr"] == pytest.approx(psnr(restored, x), abs=1e-4)
+
+
 # ---------------------------------------------------------------- the command
 
 
@@ -194,6 +287,7 @@ def test_the_command_writes_what_it_shows(folder, prior, tmp_path, capsys):
         (["--limit", "0"], "At least one image"),
         (["--steps", "7"], "There are no learned schedules in"),
         (["--threads", "0"], "At least one thread"),
+        (["--task", "inpaint", "--blind"], "Only denoising can be blind"),
         (["--method", "tweedie", "--set", "val"], "does not hold BSDS500"),
     ],
 )

@@ -2,11 +2,13 @@ r"""Measuring restoration: one protocol for all methods, so that numbers can be 
 
 Images are taken in the order of their file names, k = 0, 1, …, scaled to [0, 1].
 
-* denoising: z = x + σ·default_rng(k).standard_normal(shape), in float64, neither clipped nor rounded;
+* denoising: z = x + σ·default_rng(k).standard_normal(shape), in float64, neither clipped nor rounded; the
+  shape is (H, W), or (H, W, 3) in colour;
+* noise: the same z, of which only σ is estimated; the error is |σ̂ − σ|/σ;
 * inpainting: a pixel is unknown, and set to 0, where default_rng(1000 + k).random(shape) < share.
 
-PSNR = −10 log10 of the mean squared error, of the result as it is and clipped to [0, 1]; scores of a
-set are means of those of its images.
+PSNR = −10 log10 of the mean squared error over all channels, of the result as it is and clipped to
+[0, 1]; scores of a set are means of those of its images.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,9 +31,12 @@ from gncprior.errors import GncpriorError
 from gncprior.fidelity import Denoising, Inpainting
 from gncprior.images import list_images, read_image
 from gncprior.metrics import WINDOW, psnr, ssim
+from gncprior.prior import Prior
+from gncprior.restore import estimate_sigma
 from gncprior.solvers import Energy, solve_joint, solve_scheduled, tweedie
 from gncprior.unrolled import DENOISE, INPAINT, Schedules, unroll
 
+NOISE = "noise"  # beside the tasks that have schedules
 METHODS = ("learned", "scheduled", "joint", "tweedie")
 MASK_SEED = 1000
 
@@ -47,6 +52,16 @@ class Score:
     psnr: float
     psnr_clipped: float
     ssim: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What the noise level of one image was taken for, and |σ̂ − σ|/σ."""
+
+    name: str
+    sigma: float
+    error: float
     seconds: float
 
 
@@ -84,10 +99,10 @@ def open_images(folder: Path | str | None, which: str = "test", channels: int = 
 
 def observe(x: np.ndarray, k: int, task: str, level: float) -> tuple[np.ndarray, np.ndarray | None]:
     """What is seen of image k (C, H, W), in float64; for inpainting with the mask."""
-    shape = x.shape[1:] if len(x) == 1 else x.shape
-    if task == DENOISE:
-        noise = np.random.default_rng(k).standard_normal(shape)
-        return x + level * noise.reshape(x.shape), None
+    if task in (DENOISE, NOISE):
+        height, width = x.shape[1:]
+        noise = np.random.default_rng(k).standard_normal((height, width, len(x)))
+        return x + level * noise.transpose(2, 0, 1), None
     pixels = np.random.default_rng(MASK_SEED + k).random(x.shape[1:])
     mask = np.broadcast_to(pixels < level, x.shape)  # a pixel is unknown in all its channels
     return np.where(mask, 0.0, x), mask
@@ -137,6 +152,18 @@ def restoration(
     return restore
 
 
+def channelwise(restore: Restore) -> Restore:
+    """A restoration of grey images, of the channels of a colour image one by one."""
+    return lambda z, mask: restore(
+        z.transpose(0, 1), None if mask is None else mask.transpose(0, 1)
+    ).transpose(0, 1)
+
+
+def blind(told: Callable[[float], Restore]) -> Restore:
+    """A restoration that is not told σ: it is estimated for every image."""
+    return lambda z, mask: told(estimate_sigma(z[0], channel_axis=0))(z, mask)
+
+
 def evaluate(
     images: Dataset,
     task: str,
@@ -148,18 +175,45 @@ def evaluate(
 ) -> list[Score]:
     """Degrade, restore and score the first ``limit`` images; ``done`` is told of each."""
     scores = []
-    for k in range(len(images) if limit is None else min(limit, len(images))):
-        x = images.images[k] / 255.0
-        z, mask = observe(x, k, task, level)
-        observation = torch.from_numpy(z).float()[None]
-        unknown = None if mask is None else torch.from_numpy(mask.copy())[None]
+    for name, x, z, mask in _observations(images, task, level, limit):
         begin = time.perf_counter()
-        result = restore(observation, unknown)
+        result = restore(z, mask)
         seconds = time.perf_counter() - begin
-        scores.append(score(images.names[k], result[0], x, seconds))
+        scores.append(score(name, result[0], x, seconds))
         if done is not None:
             done(scores[-1])
     return scores
+
+
+def estimates(
+    images: Dataset,
+    level: float,
+    prior: str | Path | Prior = "auto",
+    *,
+    limit: int | None = None,
+    done: Callable[[Estimate], None] | None = None,
+) -> list[Estimate]:
+    """Add noise of a level to the first ``limit`` images and estimate it; ``done`` is told of each."""
+    found = []
+    for name, _, z, _ in _observations(images, NOISE, level, limit):
+        begin = time.perf_counter()
+        sigma = estimate_sigma(z[0], channel_axis=0, prior=prior)
+        seconds = time.perf_counter() - begin
+        found.append(Estimate(name, sigma, abs(sigma - level) / level, seconds))
+        if done is not None:
+            done(found[-1])
+    return found
+
+
+def _observations(
+    images: Dataset, task: str, level: float, limit: int | None
+) -> Iterator[tuple[str, np.ndarray, Tensor, Tensor | None]]:
+    """Name, x (C, H, W), z and mask (1, C, H, W)."""
+    for k in range(len(images) if limit is None else min(limit, len(images))):
+        x = images.images[k] / 255.0
+        z, mask = observe(x, k, task, level)
+        unknown = None if mask is None else torch.from_numpy(mask.copy())[None]
+        yield images.names[k], x, torch.from_numpy(z).float()[None], unknown
 
 
 def score(name: str, result: Tensor, x: np.ndarray, seconds: float) -> Score:
@@ -175,10 +229,12 @@ def score(name: str, result: Tensor, x: np.ndarray, seconds: float) -> Score:
     )
 
 
-def report(scores: Sequence[Score], settings: dict[str, Any]) -> dict[str, Any]:
+def report(
+    scores: Sequence[Score] | Sequence[Estimate], settings: dict[str, Any]
+) -> dict[str, Any]:
     """Settings, means and the scores of every image, ready for JSON."""
     if not scores:
         raise GncpriorError("Nothing was evaluated: there are no images.")
-    keys = ("psnr", "psnr_clipped", "ssim", "seconds")
-    mean = {key: statistics.fmean(getattr(s, key) for s in scores) for key in keys}
-    return {"settings": settings, "mean": mean, "images": [asdict(s) for s in scores]}
+    rows = [asdict(s) for s in scores]
+    mean = {key: statistics.fmean(row[key] for row in rows) for key in rows[0] if key != "name"}
+    return {"settings": settings, "mean": mean, "images": rows}

@@ -79,7 +79,9 @@ def denoise(
     result = Pictures(copy_of(image), channel_axis, data_range)
     levels: dict[tuple[int, ...], float] = {}
     for index in pictures:
-        levels[index] = _estimate(pictures, index)[0] if sigma is None else float(sigma)
+        levels[index] = (
+            _estimate(pictures, index, _load("r1"))[0] if sigma is None else float(sigma)
+        )
 
     def solve(index: tuple[int, ...], part: Tile, scheme: Scheme) -> None:
         z = pictures.read(index, part.outer)
@@ -149,21 +151,31 @@ def inpaint(
 
 
 def estimate_sigma(
-    image: Any, *, channel_axis: int | None = None, data_range: float | None = None
+    image: Any,
+    *,
+    channel_axis: int | None = None,
+    data_range: float | None = None,
+    prior: str | Path | Prior = "auto",
 ) -> Any:
     """The standard deviation of the noise on the scale [0, 1]; an array for a stack of pictures.
 
-    It is where the energy R(y, t̂) of the one-layer prior has its first minimum from t̂_max downwards.
+    It is where the energy R(y, t̂) of the prior, the one with one layer unless another is named, has its
+    first minimum from t̂_max downwards.
     """
-    return noise_levels(image, channel_axis=channel_axis, data_range=data_range)[0]
+    return noise_levels(image, channel_axis=channel_axis, data_range=data_range, prior=prior)[0]
 
 
 def noise_levels(
-    image: Any, *, channel_axis: int | None = None, data_range: float | None = None
+    image: Any,
+    *,
+    channel_axis: int | None = None,
+    data_range: float | None = None,
+    prior: str | Path | Prior = "auto",
 ) -> tuple[Any, Any]:
     """The same with error bars: 1/√(∂²R/∂t̂²), and what texture is usually taken for noise."""
     pictures = Pictures(image, channel_axis, data_range)
-    found = np.array([_estimate(pictures, index) for index in pictures])
+    model, _ = _choose("r1" if prior == "auto" else prior, "fast", pictures.colours, DENOISE)
+    found = np.array([_estimate(pictures, index, model) for index in pictures])
     levels, errors = (found[:, k].reshape(pictures.view.shape[:-3]) for k in (0, 1))
     return (levels, errors) if levels.ndim else (float(levels), float(errors))
 
@@ -309,16 +321,15 @@ def _each_part(
                 progress(k * len(parts) + j + 1, len(indices) * len(parts))
 
 
-def _estimate(pictures: Pictures, index: tuple[int, ...]) -> tuple[float, float]:
+def _estimate(pictures: Pictures, index: tuple[int, ...], model: Prior) -> tuple[float, float]:
     """σ and its error of one picture, from tiles spread over it and all its colours."""
-    model = _load("r1")
     parts = list(tiles(pictures.size, _ESTIMATE_TILE, 0))
     chosen = parts[:: max(len(parts) // _ESTIMATE_TILES, 1)]
     values = []
     for part in chosen:
         z = pictures.read(index, part.outer)
         pictures.check_finite(index, part.outer, z)
-        values += list(z[:, None, None])
+        values += list(z[:, None, None]) if model.architecture.channels == 1 else [z[None]]
     t_hat, curvature = joint_noise_level(model, values)
     sigma = sigma_from_t_hat(t_hat)
     spread = sigma / 2 / math.sqrt(curvature) if curvature > 0 else 0.0

@@ -12,6 +12,7 @@ from gncprior.cli.levels import parse_level, parse_levels, parse_shares
 from gncprior.errors import GncpriorError
 
 if TYPE_CHECKING:
+    from gncprior.evaluation import Restore
     from gncprior.unrolled import Schedules
 
 Sigma = Annotated[
@@ -22,12 +23,20 @@ Data = Annotated[
     Path | None,
     Parameter(help="Folder with BSDS68 or BSDS500, or of any images; else $GNCPRIOR_DATA."),
 ]
+_HEADS = {
+    "psnr": "PSNR", "psnr_clipped": "clipped", "ssim": "SSIM", "seconds": "s/image",
+    "sigma": "estimate", "error": "error",
+}  # fmt: skip
+_DIGITS = {"ssim": 4, "sigma": 4, "error": 4}
 Threads = Annotated[int | None, Parameter(help="Threads to use. [default: all]")]
 
 
 def evaluate(
     *,
-    task: Annotated[Literal["denoise", "inpaint"], Parameter(help="What to restore.")] = "denoise",
+    task: Annotated[
+        Literal["denoise", "inpaint", "noise"],
+        Parameter(help="What to restore; noise only estimates σ."),
+    ] = "denoise",
     sigma: Sigma = "0.1",
     missing: Missing = "0.8",
     prior: Annotated[str, Parameter(help="Name of a shipped prior, or a file.")] = "r1",
@@ -45,6 +54,13 @@ def evaluate(
     schedule: Annotated[
         Path | None, Parameter(help="File of learned schedules. [default: beside the prior]")
     ] = None,
+    blind: Annotated[
+        bool, Parameter(help="Estimate σ of every image instead of telling it.", negative="")
+    ] = False,
+    colour: Annotated[
+        bool,
+        Parameter(help="Images in colour; a prior for grey takes channel by channel.", negative=""),
+    ] = False,
     data: Data = None,
     image_set: Annotated[
         Literal["test", "val"],
@@ -54,46 +70,59 @@ def evaluate(
     threads: Threads = None,
     json: Annotated[Path | None, Parameter(help="Also write all numbers to this file.")] = None,
 ) -> None:
-    """Measure PSNR, SSIM and time of a method on a set of images.
+    """Measure PSNR, SSIM and time of a method on a set of images, or errors of the noise level.
 
     Noise and masks depend only on the position of an image in the order of file names, so every
-    method sees the same ones. PSNR is in dB, of the result as it is and clipped to [0, 1].
+    method sees the same ones. PSNR is in dB, over all channels, of the result as it is and clipped
+    to [0, 1]; the error of an estimated noise level is |σ̂ − σ|/σ.
 
     **Example:** `gncprior evaluate --sigma 15/255,25/255 --prior r1 --method tweedie --data pictures`
     """
-    levels = parse_levels(sigma) if task == "denoise" else parse_shares(missing)
+    levels = parse_shares(missing) if task == "inpaint" else parse_levels(sigma)
     start = None if t0 is None else parse_level(t0, "smoothing variance")
     if limit is not None and limit < 1:
         raise GncpriorError(f"At least one image must be evaluated, not {limit}.")
+    if blind and task != "denoise":
+        raise GncpriorError("Only denoising can be blind to σ: leave out --blind.")
 
     from gncprior import evaluation
     from gncprior.checkpoints import load_prior, write_file
 
     use_threads(threads)
     model = load_prior(prior)
-    images = evaluation.open_images(data, image_set, model.architecture.channels)
-    learned = _schedules(schedule, prior, task, steps, model) if method == "learned" else None
+    grey = model.architecture.channels == 1
+    images = evaluation.open_images(data, image_set, 3 if colour or not grey else 1)
+    restoring = task != "noise"
+    learned = None
+    if restoring and method == "learned":
+        learned = _schedules(schedule, prior, task, steps, model)
+
+    def restoration(level: float) -> "Restore":
+        restore = evaluation.restoration(
+            model, task, level, method, steps=steps, t0=start, learned=learned
+        )
+        return evaluation.channelwise(restore) if colour and grey else restore
+
     count = len(images) if limit is None else min(limit, len(images))
+    settings: dict[str, Any] = {"task": task, "prior": prior, "images": images.title}
+    settings |= {"count": count, "colour": colour or not grey}
+    if restoring:
+        settings |= {"method": method, "steps": 1 if method == "tweedie" else steps}
+        settings |= {"t0": start, "blind": blind}
     reports = []
     with progress_bar(count * len(levels), "images") as advance:
         for level in levels:
-            restore = evaluation.restoration(
-                model, task, level, method, steps=steps, t0=start, learned=learned
-            )
-            scores = evaluation.evaluate(
-                images, task, level, restore, limit=limit, done=lambda _: advance()
-            )
-            settings = {
-                "task": task,
-                "level": level,
-                "prior": prior,
-                "method": method,
-                "steps": 1 if method == "tweedie" else steps,
-                "t0": start,
-                "images": images.title,
-                "count": count,
-            }
-            reports.append(evaluation.report(scores, settings))
+            scores: Any
+            if restoring:
+                restore = evaluation.blind(restoration) if blind else restoration(level)
+                scores = evaluation.evaluate(
+                    images, task, level, restore, limit=limit, done=lambda _: advance()
+                )
+            else:
+                scores = evaluation.estimates(
+                    images, level, model, limit=limit, done=lambda _: advance()
+                )
+            reports.append(evaluation.report(scores, {"level": level, **settings}))
     _table(reports)
     if json is not None:
         write_file(json, json_format.dumps(reports, indent=1).encode())
@@ -140,11 +169,18 @@ def _schedules(file: Path | None, prior: str, task: str, steps: int, model: Any)
 
 def _table(reports: list[dict[str, Any]]) -> None:
     first = reports[0]["settings"]
-    name = "sigma" if first["task"] == "denoise" else "missing"
-    print(f"{first['task']}, {first['count']} images ({first['images']}), prior {first['prior']}, "
-          f"{first['method']}, {first['steps']} steps")  # fmt: skip
-    print(f"{name:>8} {'PSNR':>8} {'clipped':>8} {'SSIM':>8} {'s/image':>8}")
+    facts = [
+        first["task"],
+        f"{first['count']} images ({first['images']})",
+        f"prior {first['prior']}",
+    ]
+    if "method" in first:
+        facts += [first["method"], f"{first['steps']} steps"]
+    facts += [word for word in ("colour", "blind") if first.get(word)]
+    print(", ".join(facts))
+    keys = list(reports[0]["mean"])
+    level = "missing" if first["task"] == "inpaint" else "sigma"
+    print(f"{level:>8}", *(f"{_HEADS[key]:>8}" for key in keys))
     for report in reports:
-        mean = report["mean"]
-        print(f"{report['settings']['level']:8.4f} {mean['psnr']:8.3f} {mean['psnr_clipped']:8.3f} "
-              f"{mean['ssim']:8.4f} {mean['seconds']:8.3f}")  # fmt: skip
+        means = (f"{report['mean'][key]:8.{_DIGITS.get(key, 3)}f}" for key in keys)
+        print(f"{report['settings']['level']:8.4f}", *means)
