@@ -58,6 +58,29 @@ def test_terms_and_gradients_are_those_of_the_plain_formula(layers, scaled, dtyp
         assert (got - p.grad).abs().max() <= rtol * p.grad.abs().max()
 
 
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("t_weight", [0.0, 0.8])
+def test_gradients_of_a_t_term_on_part_of_the_batch(layers, t_weight):
+    prior = small_prior(layers, torch.float64)
+    data = batch_of(5, 1, torch.float64)
+    terms = ScoreMatching(prior, t_weight, t_fraction=0.4, boundary=True)(*data)
+    mine = [p.grad.clone() for p in prior.parameters()]
+    for p in prior.parameters():
+        p.grad = None
+    part = [v[:2] for v in data]
+    in_t = data if layers == 1 else part  # for one layer the whole costs next to nothing
+    plain = (
+        loss_by_autograd(prior, *data)[0],
+        loss_by_autograd(prior, *in_t, t_weight=t_weight)[1],
+        loss_by_autograd(prior, *part, t_weight=t_weight, boundary=True)[2],
+    )
+    sum(plain).backward()
+    for got, want in zip((terms.x, terms.t, terms.boundary), plain, strict=True):
+        assert got == pytest.approx(float(want.detach()), rel=1e-11)
+    for got, p in zip(mine, prior.parameters(), strict=True):
+        assert (got - p.grad).abs().max() <= 1e-12 * p.grad.abs().max()
+
+
 def test_gradient_is_that_of_finite_differences():
     prior = small_prior(2, torch.float64)
     data = batch_of(3, 1, torch.float64)

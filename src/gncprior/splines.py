@@ -223,12 +223,18 @@ def scatter(x: Tensor, g: Tensor, inverse_gamma: Tensor, knots: int) -> Tensor:
     return out
 
 
-def soft_histogram(x: Tensor, inverse_gamma: Tensor, knots: int) -> Tensor:
-    """H with Σ_p φ(x_p) = ⟨T, H⟩ for every table T: all sums of splines of x in one array (float64)."""
+def soft_histogram(
+    x: Tensor, inverse_gamma: Tensor, knots: int, weight: Tensor | None = None
+) -> Tensor:
+    """H with Σ_p φ(x_p) = ⟨T, H⟩ for every table T: all sums of splines of x in one array (float64).
+
+    With a weight for every pixel it is :func:`scatter` to full precision: Σ_p weight_p φ(x_p) = ⟨T, H⟩.
+    """
     if kernels.serve(x, inverse_gamma):
-        return kernels.scatter(x, None, inverse_gamma, knots)
+        return kernels.scatter(x, weight, inverse_gamma, knots)
+    ones = torch.ones_like(x, dtype=torch.float64)
     return scatter(
-        x.double(), torch.ones_like(x, dtype=torch.float64), inverse_gamma.double(), knots
+        x.double(), ones if weight is None else weight.double(), inverse_gamma.double(), knots
     )
 
 
