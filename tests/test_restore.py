@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gncprior
-from gncprior import GncpriorError, denoise, estimate_sigma, inpaint, restore
+from gncprior import GncpriorError, checkpoints, denoise, estimate_sigma, inpaint, restore, unrolled
 from gncprior.fidelity import Denoising, Inpainting
 from gncprior.restore import Scheme, noise_levels
 from gncprior.tiles import ENOUGH, TiledEnergy, halo, reach, tiles
@@ -265,13 +265,80 @@ def test_the_first_bad_pixel_is_named():
         denoise(page, 0.1, channel_axis=-1, tile=3)
 
 
+# ---------------------------------------------------------------- which prior
+
+
 def test_the_best_prior_is_the_deepest_that_has_a_schedule_for_the_task(tmp_path, monkeypatch):
     monkeypatch.setattr(restore, "WEIGHTS", tmp_path)
-    for name in ("r1", "r3", "r1-denoise-10"):
-        (tmp_path / f"{name}.safetensors").touch()
+
+    def ship(*names):
+        for name in names:
+            (tmp_path / f"{name}.safetensors").touch()
+
+    with pytest.raises(GncpriorError, match="No prior is shipped"):
+        restore._best("best", 1, "denoise")
+    ship("r1", "r3", "r1-denoise-10", "r1-rgb")
     assert restore._best("best", 1, "denoise") == "r1"
-    (tmp_path / "r3-denoise-30.safetensors").touch()
+    ship("r3-denoise-30")
     assert restore._best("best", 1, "denoise") == "r3"
-    assert restore._best("best", 3, "denoise") == "r3"
+    assert restore._best("best", 3, "denoise") == "r3"  # no schedule for colour
     assert restore._best("fast", 1, "denoise") == "r1"
     assert restore._best("best", 1, "inpaint") == "r1"
+    ship("r1-rgb-denoise-10", "r2-rgb", "r2-rgb-denoise-10", "r4-rgb")
+    assert restore._best("best", 3, "denoise") == "r2-rgb"
+    assert restore._best("fast", 3, "denoise") == "r1-rgb"
+    assert restore._best("best", 3, "inpaint") == "r1"
+    assert restore._best("best", 1, "denoise") == restore._best("best", 5, "denoise") == "r3"
+
+
+@pytest.fixture
+def small_priors(tmp_path, monkeypatch):
+    """r1, and r1-rgb and r2-rgb for colour, each with a schedule of its own for denoising."""
+    for module in (restore, checkpoints, unrolled):
+        monkeypatch.setattr(module, "WEIGHTS", tmp_path)
+    monkeypatch.setattr(restore, "_load", checkpoints.load_prior)  # which keeps none
+    for k, (name, layers, channels) in enumerate(
+        [("r1", 1, 1), ("r1-rgb", 1, 3), ("r2-rgb", 2, 3)]
+    ):
+        architecture = gncprior.Architecture(layers, channels, filters=6, first_size=3, t_knots=5)
+        prior = gncprior.Prior(architecture).start()
+        checkpoints.save_prior(tmp_path / f"{name}.safetensors", prior)
+        t_hats = torch.tensor([[-4.0 - k, -5.0], [-4.0 - k, -5.0]])
+        info = {"prior_sha256": unrolled.fingerprint(prior)}
+        schedules = unrolled.Schedules(
+            "denoise", torch.tensor([0.05, 0.2]), t_hats, 0.1 * t_hats.exp(), info
+        )
+        schedules.save(unrolled.schedules_path(name, "denoise", 2))
+    return tmp_path
+
+
+@pytest.mark.parametrize(("quality", "name"), [("best", "r2-rgb"), ("fast", "r1-rgb")])
+def test_colours_are_restored_together_by_a_prior_for_colour(small_priors, quality, name):
+    page = np.dstack([scene(seed=k) for k in range(4)])  # the last is alpha
+    x = denoise(page, 0.1, channel_axis=-1, quality=quality)
+    model = checkpoints.load_prior(name)
+    z = torch.from_numpy(page[..., :3]).float().permute(2, 0, 1)[None]
+    schedule = unrolled.load_schedules(unrolled.schedules_path(name, "denoise", 2), model).at(0.1)
+    expected = unrolled.unroll(model, Denoising(z, 0.1), z, schedule)[0].permute(1, 2, 0).numpy()
+    assert np.abs(x[..., :3] - expected).max() < 1e-6
+    assert np.array_equal(x[..., 3], page[..., 3])
+    one_by_one = denoise(page, 0.1, channel_axis=-1, quality=quality, prior="r1")
+    assert np.abs(x - one_by_one).max() > 1e-3
+
+
+def test_colours_are_restored_one_by_one_where_no_schedule_is_for_colour(small_priors):
+    page = np.dstack([scene(seed=k) for k in range(3)])
+    for file in small_priors.glob("*-rgb-denoise-*"):
+        file.unlink()
+    x = denoise(page, 0.1, channel_axis=-1)
+    for channel in range(3):
+        assert np.abs(x[..., channel] - denoise(page[..., channel], 0.1)).max() < 1e-6
+    mask = np.random.default_rng(0).random(page.shape[:2]) < 0.5
+    filled = inpaint(page, mask, channel_axis=-1, quality="fast")
+    assert np.abs(filled[..., 1] - inpaint(page[..., 1], mask, quality="fast")).max() < 1e-5
+
+
+def test_a_prior_for_colour_is_for_three_channels():
+    prior = gncprior.Prior(gncprior.Architecture(channels=3, filters=4, first_size=3)).start()
+    with pytest.raises(GncpriorError, match="for pictures of 3 channels, not 1"):
+        denoise(scene(), 0.1, prior=prior.requires_grad_(False))

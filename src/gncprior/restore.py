@@ -9,11 +9,11 @@ r"""Restore pictures: array in, the same kind of array out.
 Numpy arrays and torch tensors of uint8, uint16, float16, float32 and float64 keep their kind, type,
 shape and device.  σ is a standard deviation on the scale [0, 1] whatever the type: 25/255 is 25 grey
 levels of a byte picture.  Pictures are (…, H, W), leading axes being a stack; with ``channel_axis`` that
-axis holds colours, and of 2 or 4 channels the last is alpha, which is kept.  Where no prior for
-colour is shipped, the channels of a picture are restored one by one.
+axis holds colours, and of 2 or 4 channels the last is alpha, which is kept.  Three colours are restored
+together by a prior for colour, where one with a schedule for the task is shipped, and else one by one.
 
-``quality="best"`` takes the deepest prior that has a learned schedule, and the longest; "fast" the one with
-one layer and the shortest schedule.  Without a learned schedule a predefined one serves: t̂ from log σ²
+``quality="best"`` takes the deepest prior that has a learned schedule, and its longest; "fast" the
+shallowest and its shortest.  Without a learned schedule a predefined one serves: t̂ from log σ²
 down by 3 in 4 steps, or the one step of Tweedie's formula; for inpainting from t̂_max to t̂_min in 100
 steps, or in 30 from t = 0.1 (docs/restoring.md says what was tried).
 """
@@ -280,18 +280,25 @@ def _choose(
 
 
 def _best(quality: Quality, colours: int, task: str) -> str:
-    """The deepest prior with a learned schedule for the task, else the shallowest; for colour one of colour.
+    """The deepest prior with a learned schedule for the task, or the shallowest if it should be fast.
 
-    Depth pays only with a schedule of its own: more layers make a step dear, and few steps of a
-    predefined schedule do not use them.
+    A picture of three colours gets a prior for colour that has a schedule, and where there is none a prior
+    for grey, channel by channel.  Depth, and colour, pay only with a schedule: they make a step dear, and
+    the few steps of a predefined schedule do not use them.
     """
     names = [file.stem for file in WEIGHTS.glob(f"*{SUFFIX}")]
-    for pattern in (r"r\d+-rgb",) * (colours == 3) + (r"r\d+",):
-        known = {int(re.findall(r"\d+", n)[0]): n for n in names if re.fullmatch(pattern, n)}
-        if known:
-            ready = [depth for depth, name in known.items() if _learned(name, task, quality)]
-            return known[max(ready) if ready and quality == "best" else min(known)]
-    raise GncpriorError("No prior is shipped with this version: name the file of one.")
+    choose = max if quality == "best" else min
+
+    def known(pattern: str) -> dict[int, str]:
+        return {int(match[1]): n for n in names if (match := re.fullmatch(pattern, n))}
+
+    for pattern in (r"r(\d+)-rgb",) * (colours == 3) + (r"r(\d+)",):
+        ready = {depth: n for depth, n in known(pattern).items() if _learned(n, task, quality)}
+        if ready:
+            return ready[choose(ready)]
+    if not (rest := known(r"r(\d+)")):
+        raise GncpriorError("No prior is shipped with this version: name the file of one.")
+    return rest[min(rest)]
 
 
 @functools.lru_cache(maxsize=8)
