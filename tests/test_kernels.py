@@ -23,7 +23,8 @@ from gncprior.splines import Grid, differentiate, tables_of
 
 GRID = Grid(63, -3.5, 3.5)
 JOBS = ("evaluate", "evaluate last", "scatter", "scatter last", "histogram",
-        "convolve", "convolve few", "transpose", "transpose few", "weights", "first layer")  # fmt: skip
+        "convolve", "convolve few", "transpose", "transpose few", "weights", "first layer",
+        "convolve half", "convolve few half", "transpose half", "weights half")  # fmt: skip
 
 
 @cache  # made once: the products that build tables may round differently on more threads
@@ -56,14 +57,14 @@ def run(job: str, seed: int = 0) -> list[Tensor]:
             x, w = array(2, 1, 180, 260, which=3), 0.2 * array(3, 1, 7, 7, which=4)
             grad = torch.empty_like(x)
             return [kernels.first_layer(x, w, tables, inverse, (tables, slopes), grad), grad]
-    inputs = 1 if job.endswith("few") else 8
+    inputs, half = 1 if "few" in job else 9, job.endswith("half")
     x, w = array(2, inputs, 80, 140, which=3), array(13, inputs, 3, 5, which=4)
     r = array(2, 13, 80, 140, which=5)
     if job.startswith("convolve"):
-        return [kernels.convolve(x, w)]
+        return [kernels.convolve(x, w, half=half)]
     if job.startswith("transpose"):
-        return [kernels.convolve_transpose(r, w)]
-    return [kernels.weight_grad(x, r, (3, 5))]
+        return [kernels.convolve_transpose(r, w, half=half)]
+    return [kernels.weight_grad(x, r, (3, 5), half=half)]
 
 
 def test_this_machine_runs_kernels():
@@ -88,18 +89,52 @@ def test_the_number_of_threads_changes_no_bit(variant, job):
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", [job for job in JOBS if not job.endswith("half")])
 def test_variants_differ_by_rounding_only(job):
     """They order their sums differently: n·eps of the sum of magnitudes, here of all arrays' norms."""
     results = []
     for variant in kernels.supported():
         kernels.select(variant)
         results.append(run(job))
-    # sums of at most 1·7·7, 13·3·5 or 8·3·5 products; moments and weights are sums over pixels
+    # sums of at most 1·7·7, 13·3·5 or 9·3·5 products; moments and weights are sums over pixels
     terms = 2 * 90 * 150 if job.split()[0] in ("scatter", "histogram", "weights") else 13 * 15 + 63
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             assert (a - b).norm() <= terms * EPS * a.norm()
+
+
+@pytest.mark.parametrize("variant", kernels.supported())
+@pytest.mark.parametrize("size", [(80, 140), (46, 46), (13, 33), (5, 16), (3, 7)])
+@pytest.mark.parametrize("inputs", [1, 2, 7, 12])
+def test_half_products_are_exact_products_of_rounded_factors(variant, size, inputs):
+    """A product of two bfloat16 fits a float32, so only the order of the sums may differ.
+
+    Variants without such products compute as if ``half`` had not been said.
+    """
+    kernels.select(variant)
+    x, w = (normal(*shape, seed=k, dtype=torch.float32) for k, shape in
+            enumerate([(2, inputs, *size), (13, inputs, 3, 5)]))  # fmt: skip
+    r = normal(2, 13, *size, seed=2, dtype=torch.float32)
+    if variant == "avx512bf16":
+        rounded = [t.to(torch.bfloat16).float() for t in (x, w, r)]
+    else:
+        rounded = [x, w, r]
+    few = inputs < 6  # then the transpose is a sum for each input, in float32
+    pairs = [
+        (kernels.convolve(x, w, half=True), kernels.convolve(*rounded[:2]), inputs * 15),
+        (
+            kernels.convolve_transpose(r, w, half=True),
+            kernels.convolve_transpose(*((r, w) if few else (rounded[2], rounded[1]))),
+            13 * 15,
+        ),
+        (
+            kernels.weight_grad(x, r, (3, 5), half=True),
+            kernels.weight_grad(rounded[0], rounded[2], (3, 5)),
+            2 * size[0] * size[1],
+        ),
+    ]
+    for got, expected, terms in pairs:
+        assert (got - expected).norm() <= terms * EPS * expected.norm()
 
 
 @pytest.mark.parametrize("variant", kernels.supported())
@@ -254,7 +289,7 @@ def test_a_variant_can_be_chosen(variant):
 
 def test_a_wrong_choice_is_refused_and_changes_nothing():
     before = kernels.variant()
-    with pytest.raises(GncpriorError, match="no kernels named 'sse9': choose one of avx512, "):
+    with pytest.raises(GncpriorError, match="no kernels named 'sse9': choose one of avx512bf16, "):
         kernels.select("sse9")
     assert kernels.variant() == before
 

@@ -114,20 +114,31 @@ def weight_grad(x: Tensor, r: Tensor, size: Size) -> Tensor:
     return out
 
 
-def convolve_into(x: Tensor, w: Tensor, out: Tensor) -> Tensor:
-    """K x written into ``out``, without a graph."""
+def convolve_into(x: Tensor, w: Tensor, out: Tensor, half: bool = False) -> Tensor:
+    """K x written into ``out``, without a graph.
+
+    ``half`` (here and below) allows products of bfloat16, where the kernels in use have them.
+    """
     with torch.no_grad():
-        return (
-            kernels.convolve(x, w, out) if kernels.serve(x, w, out) else out.copy_(convolve(x, w))
-        )
+        if kernels.serve(x, w, out):
+            return kernels.convolve(x, w, out, half)
+        return out.copy_(convolve(x, w))
 
 
-def convolve_transpose_into(r: Tensor, w: Tensor, out: Tensor) -> Tensor:
+def convolve_transpose_into(r: Tensor, w: Tensor, out: Tensor, half: bool = False) -> Tensor:
     """Kᵀ r written into ``out``, without a graph."""
     with torch.no_grad():
         if kernels.serve(r, w, out):
-            return kernels.convolve_transpose(r, w, out)
+            return kernels.convolve_transpose(r, w, out, half)
         return out.copy_(convolve_transpose(r, w))
+
+
+def weight_grad_into(x: Tensor, r: Tensor, out: Tensor, half: bool = False) -> Tensor:
+    """∂⟨K x, r⟩/∂w written into ``out``, without a graph."""
+    with torch.no_grad():
+        if kernels.serve(x, r, out):
+            return kernels.weight_grad(x, r, _size(out), out, half)
+        return out.copy_(weight_grad(x, r, _size(out)))
 
 
 # ---------------------------------------------------------------- where filters start

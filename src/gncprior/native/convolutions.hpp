@@ -5,6 +5,10 @@
 // about its edges (the edge pixel repeated) and c = ⌊size/2⌋ is the filter's centre.  Everything is
 // done tile by tile: the tile of the input is copied to scratch memory with its halo, where the
 // boundary is settled, so that the inner loops know nothing of it.
+//
+// Products are of floats (Full), or of bfloat16 with sums in float (Half): twice as many at a time,
+// each with three digits, which is enough for training.  Half needs instructions that only the
+// avx512bf16 build has; the others take Full in its place.
 
 // Register blocks: GROUP output channels × STRIP vectors of pixels.
 constexpr int GROUP = 6;
@@ -30,6 +34,9 @@ struct Box {
 
 // Index of the pixel that stands at i when n pixels are reflected again and again.
 inline i64 reflect(i64 i, i64 n) {
+    if (i >= 0 && i < n) return i;
+    if (i < 0 && i >= -n) return -1 - i;
+    if (i >= n && i < 2 * n) return 2 * n - 1 - i;
     i64 m = i % (2 * n);
     if (m < 0) m += 2 * n;
     return m < n ? m : 2 * n - 1 - m;
@@ -60,55 +67,139 @@ inline i64 padded_width(i64 columns) { return round_up(columns, LANES); }
 
 enum class Boundary { symmetric, zero };
 
+// A row of a tile is short: a call of memcpy would cost as much as the copy.
+inline void copy_row(const float* from, i64 n, float* to) {
+    i64 j = 0;
+    for (; j + LANES <= n; j += LANES) store(to + j, load(from + j));
+    if (j < n && n >= LANES) store(to + n - LANES, load(from + n - LANES));
+    else for (; j < n; ++j) to[j] = from[j];
+}
+
 // Copies the box (which may reach beyond the image) of each channel; zeros fill the rest of the rows.
 inline void copy_box(const float* image, Shape shape, i64 channels, Box box, Boundary boundary,
                      const Planes& to) {
     const i64 x0 = std::max<i64>(box.x0, 0), x1 = std::min(box.x1, shape.width);
-    for (i64 c = 0; c < channels; ++c)
-        for (i64 y = box.y0; y < box.y1; ++y) {
-            float* row = to.at(c, y - box.y0);
-            const bool outside = y < 0 || y >= shape.height;
-            if (outside && boundary == Boundary::zero) {
-                std::memset(row, 0, sizeof(float) * to.stride);
+    const bool symmetric = boundary == Boundary::symmetric;
+    for (i64 y = box.y0; y < box.y1; ++y) {
+        const bool known = symmetric || (y >= 0 && y < shape.height);
+        const float* from = image + (known ? reflect(y, shape.height) * shape.width : 0);
+        float* row = to.at(0, y - box.y0);
+        for (i64 c = 0; c < channels; ++c, from += shape.pixels(), row += to.plane) {
+            if (!known) {
+                std::fill(row, row + to.stride, 0.0f);
                 continue;
             }
-            const float* from = image + c * shape.pixels() + reflect(y, shape.height) * shape.width;
-            if (x1 > x0) std::memcpy(row + (x0 - box.x0), from + x0, sizeof(float) * (x1 - x0));
+            if (x1 > x0) copy_row(from + x0, x1 - x0, row + (x0 - box.x0));
             auto beyond = [&](i64 x) {
-                row[x - box.x0] = boundary == Boundary::zero ? 0.0f : from[reflect(x, shape.width)];
+                row[x - box.x0] = symmetric ? from[reflect(x, shape.width)] : 0.0f;
             };
             for (i64 x = box.x0; x < std::min(x0, box.x1); ++x) beyond(x);
             for (i64 x = std::max(x1, box.x0); x < box.x1; ++x) beyond(x);
-            std::memset(row + box.columns(), 0, sizeof(float) * (to.stride - box.columns()));
+            for (i64 x = box.columns(); x < to.stride; ++x) row[x] = 0.0f;
         }
+    }
 }
+
+// ---------------------------------------------------------------- products
+
+// A slot is what a float takes: with Full it holds a float.  Rows are rows of floats.
+struct Full {
+    static constexpr int CHANNELS = 1;  // in a slot
+    static constexpr int PIXELS = LANES;  // in a vector of a row
+    static float slot(float a, float) { return a; }
+    static vec spread(const float* slot) { return splat(*slot); }
+    static vec add(vec sum, vec a, vec b) { return sum + a * b; }
+    static void join_channels(const Planes&, i64) {}
+    static void shorten_rows(const Planes&, i64) {}
+    static vec load_row(const float* row, i64 x) { return load(row + x); }
+};
+
+#if defined(__AVX512BF16__)
+// With Half a slot holds the bfloat16 of two channels, and a row is one of bfloat16 followed by zeros.
+struct Half {
+    static constexpr int CHANNELS = 2;
+    static constexpr int PIXELS = 2 * LANES;
+    static float slot(float a, float b) {
+        const float both[2] = {a, b};
+        float pair;
+        const __m128bh halves = _mm_cvtneps_pbh(_mm_setr_ps(both[0], both[1], 0.0f, 0.0f));
+        std::memcpy(&pair, &halves, sizeof pair);
+        return pair;
+    }
+    static vec spread(const float* slot) {
+        int bits;
+        std::memcpy(&bits, slot, sizeof bits);
+        return reinterpret_cast<vec>(_mm512_set1_epi32(bits));
+    }
+    static vec add(vec sum, vec a, vec b) {
+        return reinterpret_cast<vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum),
+                                                      reinterpret_cast<__m512bh>(a),
+                                                      reinterpret_cast<__m512bh>(b)));
+    }
+    // Planes 2c and 2c + 1 become plane c of pairs.
+    static void join_channels(const Planes& in, i64 channels) {
+        for (i64 c = 0; c < channels; c += 2) {
+            const float *a = in.at(c, 0), *b = in.at(c + 1, 0);
+            float* to = in.at(c / 2, 0);
+            for (i64 j = 0; j < in.plane; j += LANES) {
+                const __m512i low = widened(a + j);
+                const __m512i high = c + 1 < channels ? widened(b + j) : _mm512_setzero_si512();
+                _mm512_storeu_si512(to + j, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+            }
+        }
+    }
+    static void shorten_rows(const Planes& in, i64 channels) {
+        for (float* row = in.data; row < in.data + channels * in.plane; row += in.stride) {
+            auto* to = reinterpret_cast<std::uint16_t*>(row);
+            for (i64 j = 0; j < in.stride; j += LANES)
+                _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + j),
+                                    reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_loadu_ps(row + j))));
+            std::memset(to + in.stride, 0, sizeof(std::uint16_t) * in.stride);
+        }
+    }
+    static vec load_row(const float* row, i64 x) {
+        return reinterpret_cast<vec>(_mm512_loadu_si512(reinterpret_cast<const std::uint16_t*>(row) + x));
+    }
+
+  private:
+    static __m512i widened(const float* p) {
+        return _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_loadu_ps(p))));
+    }
+};
+#else
+using Half = Full;
+#endif
 
 // ---------------------------------------------------------------- correlation of a tile
 
-// Weights in the order in which `correlate` reads them: [group][input][tap][GROUP], zero-padded.
+// Weights in the order in which `correlate` reads them: [group][input slot][tap][GROUP], zero-padded.
+template <class Product>
 class PackedFilters {
   public:
     // weight(o, i, tap) is the filter of output o and input i
     template <class F>
     PackedFilters(i64 outputs, i64 inputs, Kernel kernel, F weight)
-        : kernel(kernel), inputs(inputs), groups(ceil_div(outputs, GROUP)),
-          w_(static_cast<std::size_t>(groups * inputs * kernel.size() * GROUP)) {
+        : kernel(kernel), inputs(ceil_div(inputs, Product::CHANNELS)), groups(ceil_div(outputs, GROUP)),
+          w_(static_cast<std::size_t>(groups * this->inputs * kernel.size() * GROUP)) {
         float* p = w_.data();
+        auto known = [&](i64 o, i64 i, i64 k) {
+            return o < outputs && i < inputs ? weight(o, i, k) : 0.0f;
+        };
         for (i64 g = 0; g < groups; ++g)
-            for (i64 i = 0; i < inputs; ++i)
+            for (i64 i = 0; i < inputs; i += Product::CHANNELS)
                 for (i64 k = 0; k < kernel.size(); ++k)
                     for (i64 o = g * GROUP; o < (g + 1) * GROUP; ++o)
-                        *p++ = o < outputs ? weight(o, i, k) : 0.0f;
+                        *p++ = Product::slot(known(o, i, k), known(o, i + 1, k));
     }
     const float* group(i64 g) const { return w_.data() + g * inputs * kernel.size() * GROUP; }
     const Kernel kernel;
-    const i64 inputs, groups;
+    const i64 inputs, groups;  // inputs counts slots
 
   private:
     std::vector<float> w_;
 };
 
-template <int V>
+template <class Product, int V>
 inline void correlate_strip(const Planes& in, i64 y, i64 x, i64 inputs, Kernel kernel,
                             const float* w, const Planes& out) {
     vec sum[GROUP][V] = {};
@@ -121,9 +212,9 @@ inline void correlate_strip(const Planes& in, i64 y, i64 x, i64 inputs, Kernel k
                 for (int v = 0; v < V; ++v) pixels[v] = load(row + kx + v * LANES);
 #pragma GCC unroll 8
                 for (int o = 0; o < GROUP; ++o) {
-                    const vec weight = splat(w[o]);
+                    const vec weight = Product::spread(w + o);
 #pragma GCC unroll 8
-                    for (int v = 0; v < V; ++v) sum[o][v] += weight * pixels[v];
+                    for (int v = 0; v < V; ++v) sum[o][v] = Product::add(sum[o][v], weight, pixels[v]);
                 }
             }
         }
@@ -134,6 +225,7 @@ inline void correlate_strip(const Planes& in, i64 y, i64 x, i64 inputs, Kernel k
 }
 
 // out_o[y][x] = Σ_i Σ_k w[o,i,k] in_i[y + k_y][x + k_x] for the GROUP outputs of one group.
+template <class Product>
 inline void correlate(const Planes& in, i64 inputs, Kernel kernel, const float* w, i64 rows,
                       i64 columns, const Planes& out) {
     const i64 vectors = ceil_div(columns, LANES), strips = ceil_div(vectors, STRIP);
@@ -141,10 +233,11 @@ inline void correlate(const Planes& in, i64 inputs, Kernel kernel, const float* 
         for (i64 s = 0; s < strips; ++s) {
             const i64 first = s * vectors / strips, n = (s + 1) * vectors / strips - first;
             const i64 x = first * LANES;
-            if (n == 1) correlate_strip<1>(in, y, x, inputs, kernel, w, out);
-            else if (n == 2) correlate_strip<2>(in, y, x, inputs, kernel, w, out);
-            else if (n == 3) correlate_strip<STRIP < 3 ? STRIP : 3>(in, y, x, inputs, kernel, w, out);
-            else correlate_strip<STRIP>(in, y, x, inputs, kernel, w, out);
+            if (n == 1) correlate_strip<Product, 1>(in, y, x, inputs, kernel, w, out);
+            else if (n == 2) correlate_strip<Product, 2>(in, y, x, inputs, kernel, w, out);
+            else if (n == 3)
+                correlate_strip<Product, STRIP < 3 ? STRIP : 3>(in, y, x, inputs, kernel, w, out);
+            else correlate_strip<Product, STRIP>(in, y, x, inputs, kernel, w, out);
         }
 }
 
@@ -294,9 +387,10 @@ inline Planes planes(float* data, i64 rows, i64 columns, i64 slack) {
     return {data, stride, stride * rows};
 }
 
+template <class Product>
 inline void convolve(const float* x, const float* w, i64 images, i64 inputs, i64 outputs, Shape shape,
                      Kernel k, float* out, int threads) {
-    const PackedFilters packed(outputs, inputs, k, [&](i64 o, i64 i, i64 tap) {
+    const PackedFilters<Product> packed(outputs, inputs, k, [&](i64 o, i64 i, i64 tap) {
         return w[(o * inputs + i) * k.size() + tap];
     });
     const i64 columns = tile_side(4 * STRIP * LANES / (LANES == 16 ? 4 : 1), k.width);
@@ -309,10 +403,11 @@ inline void convolve(const float* x, const float* w, i64 images, i64 inputs, i64
         Planes in = planes(nullptr, halo.rows(), tile.columns(), k.width - 1);
         in.data = in_memory.get(in.plane * inputs);
         copy_box(x + image * inputs * shape.pixels(), shape, inputs, halo, Boundary::symmetric, in);
+        Product::join_channels(in, inputs);
         Planes group = planes(nullptr, tile.rows(), tile.columns(), 0);
         group.data = out_memory.get(group.plane * GROUP);
         for (i64 g = 0; g < packed.groups; ++g) {
-            correlate(in, inputs, k, packed.group(g), tile.rows(), tile.columns(), group);
+            correlate<Product>(in, packed.inputs, k, packed.group(g), tile.rows(), tile.columns(), group);
             for (i64 o = g * GROUP; o < std::min((g + 1) * GROUP, outputs); ++o)
                 for (i64 y = 0; y < tile.rows(); ++y)
                     std::memcpy(out + ((image * outputs + o) * shape.height + tile.y0 + y) * shape.width +
@@ -322,10 +417,11 @@ inline void convolve(const float* x, const float* w, i64 images, i64 inputs, i64
     });
 }
 
+template <class Product>
 inline void convolve_transpose(const float* r, const float* w, i64 images, i64 inputs, i64 outputs,
                                Shape shape, Kernel k, float* out, int threads) {
     const bool few = inputs < GROUP;
-    const PackedFilters packed(few ? 0 : inputs, outputs, k, [&](i64 i, i64 o, i64 tap) {
+    const PackedFilters<Product> packed(few ? 0 : inputs, outputs, k, [&](i64 i, i64 o, i64 tap) {
         return w[(o * inputs + i) * k.size() + k.size() - 1 - tap];
     });
     std::vector<std::vector<float>> flipped;
@@ -353,8 +449,9 @@ inline void convolve_transpose(const float* r, const float* w, i64 images, i64 i
                              box.columns(), group.data, group.stride);
             write(i, 0);
         }
+        if (!few) Product::join_channels(in, outputs);
         for (i64 g = 0; g < packed.groups; ++g) {
-            correlate(in, outputs, k, packed.group(g), box.rows(), box.columns(), group);
+            correlate<Product>(in, packed.inputs, k, packed.group(g), box.rows(), box.columns(), group);
             for (i64 i = g * GROUP; i < std::min((g + 1) * GROUP, inputs); ++i) write(i, i - g * GROUP);
         }
     });
@@ -362,40 +459,50 @@ inline void convolve_transpose(const float* r, const float* w, i64 images, i64 i
 
 // ---------------------------------------------------------------- weight gradient
 
-// dw[o][k_x] += Σ_pixels r_o · x[· + k_x] for O outputs and K neighbouring taps in one sweep.
-template <int O, int K>
+// total[k_x][o] += Σ_pixels r_o · x[· + k_x], lane by lane, for O outputs and K neighbouring taps in one
+// sweep; `outputs` is how many totals a tap has.
+template <class Product, int O, int K>
 inline void weight_grad_block(const Planes& in, i64 i, i64 ky, i64 kx, const Planes& r, i64 o, i64 rows,
-                              i64 columns, float* dw, i64 dw_stride) {
-    vec total[O][K] = {};
+                              i64 columns, vec* totals, i64 outputs) {
+    vec total[O][K];
+#pragma GCC unroll 8
+    for (int c = 0; c < O; ++c)
+#pragma GCC unroll 8
+        for (int k = 0; k < K; ++k) total[c][k] = totals[k * outputs + c];
     for (i64 y = 0; y < rows; ++y) {
-        const float* pixels = in.at(i, y + ky) + kx;
-        for (i64 x = 0; x < columns; x += LANES) {
+        const float* pixels = in.at(i, y + ky);
+        for (i64 x = 0; x < columns; x += Product::PIXELS) {
             vec shifted[K];
 #pragma GCC unroll 8
-            for (int k = 0; k < K; ++k) shifted[k] = load(pixels + x + k);
+            for (int k = 0; k < K; ++k) shifted[k] = Product::load_row(pixels, x + kx + k);
 #pragma GCC unroll 8
             for (int c = 0; c < O; ++c) {
-                const vec response = load(r.at(o + c, y) + x);
+                const vec response = Product::load_row(r.at(o + c, y), x);
 #pragma GCC unroll 8
-                for (int k = 0; k < K; ++k) total[c][k] += response * shifted[k];
+                for (int k = 0; k < K; ++k) total[c][k] = Product::add(total[c][k], response, shifted[k]);
             }
         }
     }
+#pragma GCC unroll 8
     for (int c = 0; c < O; ++c)
-        for (int k = 0; k < K; ++k) dw[c * dw_stride + k] += sum(total[c][k]);
+#pragma GCC unroll 8
+        for (int k = 0; k < K; ++k) totals[k * outputs + c] = total[c][k];
 }
 
 // dw[o,i,k] = Σ over images and pixels of r_o[p] x̃_i[p + k − c].  A task is a group of outputs for
-// all images, so that the order of the sums never depends on the threads.
+// all images, so that the order of the sums never depends on the threads.  Tiles are so flat that the
+// responses of a group stay in the first-level cache while all inputs go by.
+template <class Product>
 inline void weight_grad(const float* x, const float* r, i64 images, i64 inputs, i64 outputs, Shape shape,
                         Kernel k, float* dw, int threads) {
-    constexpr i64 BLOCK = 6;  // outputs of a task
-    const i64 columns = tile_side(64, k.width);
-    const Tiling tiles(shape, tile_rows(inputs, columns, k), columns);
+    constexpr i64 BLOCK = 12;  // outputs of a task
+    const Tiling tiles(shape, tile_side(12, k.height), tile_side(64, k.width));
     parallel_for(ceil_div(outputs, BLOCK), threads, [&](i64 task) {
-        thread_local Scratch in_memory, response_memory;
+        thread_local Scratch in_memory, response_memory, totals_memory;
         const i64 o0 = task * BLOCK, n = std::min(BLOCK, outputs - o0);
-        std::memset(dw + o0 * inputs * k.size(), 0, sizeof(float) * n * inputs * k.size());
+        const i64 size = inputs * k.size() * n;  // totals, [input][tap][output]
+        vec* totals = reinterpret_cast<vec*>(totals_memory.get(size * LANES));
+        std::fill(totals, totals + size, vec{});
         for (i64 image = 0; image < images; ++image)
             for (i64 index = 0; index < tiles.count(); ++index) {
                 const Box tile = tiles[index];
@@ -407,6 +514,8 @@ inline void weight_grad(const float* x, const float* r, i64 images, i64 inputs, 
                 response.data = response_memory.get(response.plane * n);
                 copy_box(r + (image * outputs + o0) * shape.pixels(), shape, n, tile, Boundary::zero,
                          response);
+                Product::shorten_rows(in, inputs);
+                Product::shorten_rows(response, n);
                 for (i64 i = 0; i < inputs; ++i)
                     for (i64 ky = 0; ky < k.height; ++ky) {
                         i64 kx = 0;
@@ -414,16 +523,15 @@ inline void weight_grad(const float* x, const float* r, i64 images, i64 inputs, 
                             constexpr int O = decltype(outputs_at_once)::value, K = decltype(taps)::value;
                             for (; kx + K <= k.width; kx += K) {
                                 i64 o = 0;
-                                auto to = [&] {
-                                    return dw + ((o0 + o) * inputs + i) * k.size() + ky * k.width + kx;
+                                auto block = [&](auto some) {
+                                    constexpr int S = decltype(some)::value;
+                                    vec* to = totals + (i * k.size() + ky * k.width + kx) * n + o;
+                                    weight_grad_block<Product, S, K>(in, i, ky, kx, response, o, tile.rows(),
+                                                                     tile.columns(), to, n);
+                                    o += S;
                                 };
-                                const i64 stride = inputs * k.size();
-                                for (; o + O <= n; o += O)
-                                    weight_grad_block<O, K>(in, i, ky, kx, response, o, tile.rows(),
-                                                            tile.columns(), to(), stride);
-                                for (; o < n; ++o)
-                                    weight_grad_block<1, K>(in, i, ky, kx, response, o, tile.rows(),
-                                                            tile.columns(), to(), stride);
+                                while (o + O <= n) block(std::integral_constant<int, O>{});
+                                while (o < n) block(std::integral_constant<int, 1>{});
                             }
                         };
                         using std::integral_constant;
@@ -434,6 +542,10 @@ inline void weight_grad(const float* x, const float* r, i64 images, i64 inputs, 
                         sweep(integral_constant<int, 6>{}, integral_constant<int, 1>{});
                     }
             }
+        for (i64 i = 0; i < inputs; ++i)
+            for (i64 tap = 0; tap < k.size(); ++tap)
+                for (i64 o = 0; o < n; ++o)
+                    dw[((o0 + o) * inputs + i) * k.size() + tap] = sum(totals[(i * k.size() + tap) * n + o]);
     });
 }
 
@@ -456,7 +568,7 @@ struct Experts {
 inline void first_layer(const float* x, const float* w, i64 images, i64 channels, i64 filters, Shape shape,
                         Kernel k, const Experts& phi, const Experts* psi, int n_sums, float* grad,
                         double* sums, int threads) {
-    const PackedFilters packed(filters, channels, k, [&](i64 o, i64 i, i64 tap) {
+    const PackedFilters<Full> packed(filters, channels, k, [&](i64 o, i64 i, i64 tap) {
         return w[(o * channels + i) * k.size() + tap];
     });
     std::vector<std::vector<float>> flipped;
@@ -485,7 +597,7 @@ inline void first_layer(const float* x, const float* w, i64 images, i64 channels
             std::memset(result.data, 0, sizeof(float) * result.plane * channels);
         }
         for (i64 g = 0; g < packed.groups; ++g) {
-            correlate(in, channels, k, packed.group(g), seen.rows(), seen.columns(), group);
+            correlate<Full>(in, channels, k, packed.group(g), seen.rows(), seen.columns(), group);
             const i64 members = std::min<i64>(GROUP, filters - g * GROUP);
             for (i64 j = 0; j < members; ++j) {
                 for (int s = 0; s < n_sums; ++s) {

@@ -7,7 +7,7 @@
 
 using gnc::i64;
 
-// Which builds this processor can run: bit 0 portable, bit 1 AVX2, bit 2 AVX-512.
+// Which builds this processor can run: bit 0 portable, bit 1 AVX2, bit 2 AVX-512, bit 3 with bfloat16.
 GNC_API int gnc_supported() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
@@ -15,7 +15,8 @@ GNC_API int gnc_supported() {
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
                         __builtin_cpu_supports("avx512vl");
-    return 1 | avx2 << 1 | avx512 << 2;
+    const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+    return 1 | avx2 << 1 | avx512 << 2 | bf16 << 3;
 #else
     return 1;
 #endif
@@ -95,24 +96,29 @@ GNC_API void gnc_scatter(const float* x, const float* g, const float* inverse_ga
     });
 }
 
+// The three convolutions; with `half` their products are of bfloat16 where this build has them.
 GNC_API void gnc_convolve(const float* x, const float* w, i64 images, i64 inputs, i64 outputs, i64 height,
-                          i64 width, i64 kernel_height, i64 kernel_width, float* out, int threads) {
-    gnc::convolve(x, w, images, inputs, outputs, {height, width}, {kernel_height, kernel_width}, out,
-                  threads);
+                          i64 width, i64 kernel_height, i64 kernel_width, float* out, int half,
+                          int threads) {
+    using namespace gnc;
+    (half ? convolve<Half> : convolve<Full>)(x, w, images, inputs, outputs, {height, width},
+                                             {kernel_height, kernel_width}, out, threads);
 }
 
 GNC_API void gnc_convolve_transpose(const float* r, const float* w, i64 images, i64 inputs, i64 outputs,
                                     i64 height, i64 width, i64 kernel_height, i64 kernel_width, float* out,
-                                    int threads) {
-    gnc::convolve_transpose(r, w, images, inputs, outputs, {height, width}, {kernel_height, kernel_width},
-                            out, threads);
+                                    int half, int threads) {
+    using namespace gnc;
+    (half ? convolve_transpose<Half> : convolve_transpose<Full>)(
+        r, w, images, inputs, outputs, {height, width}, {kernel_height, kernel_width}, out, threads);
 }
 
 GNC_API void gnc_weight_grad(const float* x, const float* r, i64 images, i64 inputs, i64 outputs,
                              i64 height, i64 width, i64 kernel_height, i64 kernel_width, float* dw,
-                             int threads) {
-    gnc::weight_grad(x, r, images, inputs, outputs, {height, width}, {kernel_height, kernel_width}, dw,
-                     threads);
+                             int half, int threads) {
+    using namespace gnc;
+    (half ? weight_grad<Half> : weight_grad<Full>)(x, r, images, inputs, outputs, {height, width},
+                                                   {kernel_height, kernel_width}, dw, threads);
 }
 
 // grad (may be null) = Kᵀ φ'(K x); sums (n_sums, images) of the families of tables in sum_tables

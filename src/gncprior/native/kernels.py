@@ -1,8 +1,8 @@
 """Loads the native kernels, or says why not, and calls them on torch tensors.
 
-The package holds up to three builds of the same C++ source (AVX-512, AVX2, portable).  The fastest
-one that this processor runs is taken; ``$GNCPRIOR_KERNELS`` = ``avx512``, ``avx2``, ``portable`` or
-``torch`` asks for another.  Where none can be loaded the torch reference serves, and
+The package holds up to four builds of the same C++ source (AVX-512 with and without bfloat16, AVX2,
+portable).  The fastest one that this processor runs is taken; ``$GNCPRIOR_KERNELS`` = ``avx512bf16``,
+``avx512``, ``avx2``, ``portable`` or ``torch`` asks for another.  Where none can be loaded the torch reference serves, and
 :func:`reason` says why.
 
 The functions below are thin: they check shapes and memory layout, hand over pointers and return
@@ -22,12 +22,12 @@ from torch import Tensor
 
 from gncprior.errors import GncpriorError
 
-VARIANTS = ("avx512", "avx2", "portable")  # fastest first
+VARIANTS = ("avx512bf16", "avx512", "avx2", "portable")  # fastest first
 ENVIRONMENT_VARIABLE = "GNCPRIOR_KERNELS"
 
 _HERE = Path(__file__).parent
 _POINTER, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-_CONVOLUTION: list[type] = [_POINTER, _POINTER, *[_INT64] * 7, _POINTER, _INT]
+_CONVOLUTION: list[type] = [_POINTER, _POINTER, *[_INT64] * 7, _POINTER, _INT, _INT]
 _SIGNATURES: dict[str, list[type]] = {
     "gnc_evaluate": [*[_POINTER] * 3, *[_INT64] * 3, _INT, _INT, *[_POINTER] * 3, _INT],
     "gnc_scatter": [*[_POINTER] * 3, *[_INT64] * 3, _INT, _INT, _POINTER, _INT],
@@ -64,7 +64,7 @@ def supported() -> tuple[str, ...]:
         flags = _open("portable").gnc_supported()
     except OSError:
         return ()
-    bits = {"portable": 1, "avx2": 2, "avx512": 4}
+    bits = {"portable": 1, "avx2": 2, "avx512": 4, "avx512bf16": 8}
     found = []
     for name in VARIANTS:
         if flags & bits[name]:
@@ -119,7 +119,7 @@ _choice = _Choice()
 
 
 def variant() -> str:
-    """The kernels in use: ``avx512``, ``avx2``, ``portable``, or ``torch`` for none."""
+    """The kernels in use: ``avx512bf16``, ``avx512``, ``avx2``, ``portable``, or ``torch`` for none."""
     return _choice.name
 
 
@@ -226,26 +226,35 @@ def scatter(x: Tensor, g: Tensor | None, inverse_gamma: Tensor, knots: int) -> T
     return moments
 
 
-def _convolution(name: str, a: Tensor, b: Tensor, sizes: tuple[int, ...], out: Tensor) -> Tensor:
+def _convolution(
+    name: str, a: Tensor, b: Tensor, sizes: tuple[int, ...], out: Tensor, half: bool
+) -> Tensor:
     a, b = a.contiguous(), b.contiguous()
     _check(out.is_contiguous() and _float32(a, b, out), "kernels need dense float32 arrays")
     getattr(_library(), name)(
-        a.data_ptr(), b.data_ptr(), *sizes, out.data_ptr(), torch.get_num_threads()
+        a.data_ptr(), b.data_ptr(), *sizes, out.data_ptr(), half, torch.get_num_threads()
     )
     return out
 
 
-def convolve(x: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
-    """K x for x (B, I, H, W) and filters w (O, I, kh, kw), symmetric boundary."""
+def convolve(x: Tensor, w: Tensor, out: Tensor | None = None, half: bool = False) -> Tensor:
+    """K x for x (B, I, H, W) and filters w (O, I, kh, kw), symmetric boundary.
+
+    With ``half`` (here and below) the products are of bfloat16, their sums of float32, where the
+    variant in use has such products (``avx512bf16``); the others compute in float32 throughout.
+    """
     images, inputs, height, width = x.shape
     outputs, also_inputs, kh, kw = w.shape
     _check(inputs == also_inputs, f"filters for {also_inputs} channels met {inputs}")
     out = x.new_empty(images, outputs, height, width) if out is None else out
     _check(out.shape == (images, outputs, height, width), "out has the wrong shape")
-    return _convolution("gnc_convolve", x, w, (images, inputs, outputs, height, width, kh, kw), out)
+    sizes = (images, inputs, outputs, height, width, kh, kw)
+    return _convolution("gnc_convolve", x, w, sizes, out, half)
 
 
-def convolve_transpose(r: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor:
+def convolve_transpose(
+    r: Tensor, w: Tensor, out: Tensor | None = None, half: bool = False
+) -> Tensor:
     """Kᵀ r, the exact transpose of :func:`convolve`."""
     images, outputs, height, width = r.shape
     also_outputs, inputs, kh, kw = w.shape
@@ -253,10 +262,12 @@ def convolve_transpose(r: Tensor, w: Tensor, out: Tensor | None = None) -> Tenso
     out = r.new_empty(images, inputs, height, width) if out is None else out
     _check(out.shape == (images, inputs, height, width), "out has the wrong shape")
     sizes = (images, inputs, outputs, height, width, kh, kw)
-    return _convolution("gnc_convolve_transpose", r, w, sizes, out)
+    return _convolution("gnc_convolve_transpose", r, w, sizes, out, half)
 
 
-def weight_grad(x: Tensor, r: Tensor, kernel: tuple[int, int], out: Tensor | None = None) -> Tensor:
+def weight_grad(
+    x: Tensor, r: Tensor, kernel: tuple[int, int], out: Tensor | None = None, half: bool = False
+) -> Tensor:
     """∂⟨K x, r⟩/∂w for x (B, I, H, W) and r (B, O, H, W)."""
     images, inputs, height, width = x.shape
     outputs = r.shape[1]
@@ -264,7 +275,7 @@ def weight_grad(x: Tensor, r: Tensor, kernel: tuple[int, int], out: Tensor | Non
     out = x.new_empty(outputs, inputs, *kernel) if out is None else out
     _check(out.shape == (outputs, inputs, *kernel), "out has the wrong shape")
     sizes = (images, inputs, outputs, height, width, *kernel)
-    return _convolution("gnc_weight_grad", x, r, sizes, out)
+    return _convolution("gnc_weight_grad", x, r, sizes, out, half)
 
 
 def first_layer(
