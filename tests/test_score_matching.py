@@ -7,6 +7,7 @@ import torch
 
 from gncprior.errors import GncpriorError
 from gncprior.mixtures import GaussianMixture
+from gncprior.native import kernels
 from gncprior.optimizers import AdaBelief, Average, cosine
 from gncprior.prior import Architecture, Prior
 from gncprior.score_matching import ScoreMatching, loss_by_autograd
@@ -79,6 +80,20 @@ def test_gradients_of_a_t_term_on_part_of_the_batch(layers, t_weight):
         assert got == pytest.approx(float(want.detach()), rel=1e-11)
     for got, p in zip(mine, prior.parameters(), strict=True):
         assert (got - p.grad).abs().max() <= 1e-12 * p.grad.abs().max()
+
+
+def test_half_products_change_gradients_by_no_more_than_their_rounding():
+    """A factor of eight bits is off by at most 1/256; four of them stand one after the other here."""
+    prior = small_prior(2, torch.float32)
+    data = batch_of(4, 1, torch.float32)
+    grads = []
+    for half in (False, True):
+        ScoreMatching(prior, half=half)(*data)
+        grads.append([p.grad.clone() for p in prior.parameters()])
+    for full, rough in zip(*grads, strict=True):
+        assert (full - rough).norm() <= 4 / 256 * full.norm()
+    same = all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert same == (kernels.variant() != "avx512bf16")
 
 
 def test_gradient_is_that_of_finite_differences():

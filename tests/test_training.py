@@ -20,6 +20,7 @@ from PIL import Image
 
 from gncprior import GncpriorError, checkpoints, cli, training
 from gncprior.checkpoints import load_prior, read_tensors, write_tensors
+from gncprior.convexity import smallest_curvature
 from gncprior.datasets import Dataset
 from gncprior.gauges import one_step_psnr
 from gncprior.recipes import Recipe, read_recipe, recipe_names
@@ -102,6 +103,18 @@ def test_it_learns_to_denoise_and_leaves_a_prior_with_its_story(tmp_path):
     assert [e["step"] for e in events if e["event"] == "progress"] == list(range(5, 251, 5))
     losses = [e["loss"] for e in events if e["event"] == "progress"]
     assert np.mean(losses[-5:]) < np.mean(losses[:5])
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_prior_kept_convex_at_t_max_has_no_negative_curvature_there(tmp_path, layers):
+    recipe = change(layers=layers, steps=60, lr_splines=3e-2, t_rates=False)
+    x = torch.randn(1, 10, 10, generator=torch.Generator().manual_seed(0))
+    free = load_prior(tiny(tmp_path / "free", recipe).prior_file)
+    kept = load_prior(tiny(tmp_path / "kept", dataclasses.replace(recipe, convex=True)).prior_file)
+    high = kept.t_hat_range[1]
+    assert smallest_curvature(free, x, high)[0] < -1e-3
+    assert smallest_curvature(kept, x, high)[0] > 0
+    assert kept.info["convexity"]["largest change of a slope at t_max"] < 1
 
 
 def test_tweedie_psnr_of_a_known_denoiser():

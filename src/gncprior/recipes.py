@@ -68,6 +68,14 @@ class Recipe:
     )
     gain: float = _option(5.0, LEARNING, "Norm of the first filters at the start.")
     spread: float = _option(0.04, LEARNING, "s of the scaled variant, in units of the image.")
+    convex: bool = _option(
+        False,
+        LEARNING,
+        "Keep the energy convex at t_max: convex last potentials, linear inner ones.",
+    )
+    half: bool = _option(
+        False, LEARNING, "Inner filters multiply in bfloat16, where the processor can: faster."
+    )
     calibrate: bool = _option(True, LEARNING, "Calibrate the energy in t after the last step.")
     seed: int = _option(0, LEARNING, "Seed of the start and of all batches, 0 or more.")
 

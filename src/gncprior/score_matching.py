@@ -40,11 +40,16 @@ class ScoreMatching:
 
     ``t_weight`` multiplies m_t; ``t_fraction`` is the part of the batch on which the t̂ term is
     computed for L ≥ 2 (an unbiased estimate if t̂ is in random order); ``boundary`` adds the boundary
-    term, on the same part.
+    term, on the same part; ``half`` lets inner filters multiply in bfloat16.
     """
 
     def __init__(
-        self, prior: Prior, t_weight: float = 1.0, t_fraction: float = 1.0, boundary: bool = False
+        self,
+        prior: Prior,
+        t_weight: float = 1.0,
+        t_fraction: float = 1.0,
+        boundary: bool = False,
+        half: bool = False,
     ) -> None:
         if not (t_weight >= 0 and 0 < t_fraction <= 1):
             raise GncpriorError(
@@ -56,7 +61,7 @@ class ScoreMatching:
             t_fraction,
             boundary,
         )
-        self._tangents = Tangents(prior)
+        self._tangents = Tangents(prior, half)
 
     @torch.no_grad()
     def __call__(self, x: Tensor, noise: Tensor, t_hat: Tensor) -> Terms:

@@ -34,10 +34,12 @@ import torch
 from torch import Tensor
 
 from gncprior.buffers import Buffers
-from gncprior.filters import convolve_into, convolve_transpose_into, weight_grad, zero_mean
+from gncprior.expansions import Expansion, expand
+from gncprior.filters import convolve_into, convolve_transpose_into, weight_grad_into, zero_mean
 from gncprior.prior import Prior
 from gncprior.splines import (
     Collapsed,
+    Splines,
     differentiate,
     differentiate_transpose,
     evaluate_into,
@@ -54,12 +56,13 @@ class _Layer:
     """
 
     kernel: Tensor
-    phi: Collapsed
+    phi: Expansion
     inputs: Tensor
     outputs: Tensor
     u: Tensor
     slope: Tensor  # φ'
     curvature: Tensor  # φ''
+    half: bool
     adjoint: Tensor | None = None  # A; None stands for ones
     mass: Tensor | None = None  # M(A)
     rates: Tensor | None = None  # Kz, then u̇
@@ -70,11 +73,12 @@ class _Layer:
 class Tangents:
     """The two pairs of sweeps for a prior, in memory that is kept: :meth:`first`, then :meth:`second`.
 
-    Terms in t̂ are computed for the first ``part`` images of a batch only.
+    Terms in t̂ are computed for the first ``part`` images of a batch only.  With ``half`` the filters
+    between the layers, which are nearly all of the work, multiply in bfloat16 where they can.
     """
 
-    def __init__(self, prior: Prior) -> None:
-        self.prior = prior
+    def __init__(self, prior: Prior, half: bool = False) -> None:
+        self.prior, self.half = prior, half
         self._buffers = Buffers()
         self._layers: list[_Layer] = []
         self._part = 0
@@ -83,16 +87,15 @@ class Tangents:
     def first(self, y: Tensor, t_hat: Tensor, part: int) -> tuple[Tensor, Tensor]:
         """∇R(y,t̂), good until the next call, and ∂_t̂R of the first ``part`` images in float64."""
         self._part = part
-        with torch.enable_grad():  # the small map from weights to tables is left to autograd
-            collapsed = self.prior.collapse(t_hat, derivatives=2 if part else 0)
+        splines = [s for s in self.prior.splines if isinstance(s, Splines)]
         self._layers = layers = [
-            self._layer(i, k, phi, y)
-            for i, (k, phi) in enumerate(zip(self.prior.kernels(), collapsed, strict=True))
+            self._layer(i, k, expand(s, t_hat, part), y)
+            for i, (k, s) in enumerate(zip(self.prior.kernels(), splines, strict=True))
         ]
         images = len(y)
         layers[0].inputs[-images:] = y
         for layer, above in zip(layers, [*layers[1:], None], strict=True):
-            convolve_into(layer.inputs[-images:], layer.kernel, layer.u)
+            convolve_into(layer.inputs[-images:], layer.kernel, layer.u, layer.half)
             value = None if above is None else above.inputs[-images:]
             phi = layer.phi
             tables, inverse = phi.tables[0], phi.inverse_gamma
@@ -110,7 +113,7 @@ class Tangents:
                 below = layers[i - 1]
                 shape = below.u.shape
                 below.adjoint = self._buffers.get(f"adjoint {i - 1}", shape, y)
-                convolve_transpose_into(g, layer.kernel, below.adjoint)
+                convolve_transpose_into(g, layer.kernel, below.adjoint, layer.half)
                 torch.mul(below.slope, below.adjoint, out=below.outputs[:images])
         gradient = self._buffers.get("gradient", y.shape, y)
         return convolve_transpose_into(layers[0].outputs[:images], layers[0].kernel, gradient), dt
@@ -132,7 +135,7 @@ class Tangents:
             shape = layer.u.shape[1:]
             moving = images + (part if i else 0)  # the image itself does not move with t̂
             layer.rates = self._buffers.get(f"rates {i}", (moving, *shape), v)
-            convolve_into(layer.inputs[:moving], layer.kernel, layer.rates)
+            convolve_into(layer.inputs[:moving], layer.kernel, layer.rates, layer.half)
             z = h_dot = value = None
             if above is not None:
                 z, h_dot = above.inputs[:images], above.inputs[images:-images]
@@ -142,20 +145,20 @@ class Tangents:
 
             u, inverse = layer.u[:part], layer.phi.inverse_gamma[:part]
             slope, curvature = layer.slope[:part], layer.curvature[:part]
-            t0, t1, t2 = (t[:part] for t in layer.phi.tables)
+            t0, t1, t2 = layer.phi.tables
             layer.slope_rate = slope_rate = self._buffers.get(f"slope rate {i}", u.shape, v)
             layer.source = source = self._buffers.get(f"source {i}", u.shape, v)
             bend, third = (self._buffers.get(name, u.shape, v) for name in ("bend", "third"))
             evaluate_into(u, t1, inverse, h_dot, slope_rate, bend if i else None)
             if z is not None:
                 value = self._buffers.get("value", u.shape, v)
-            mixed = alpha[:, None, None, None] * t1 - w * t2.double()
-            evaluate_into(u, mixed.to(v.dtype), inverse, value, source)
+            mixed = alpha[:, None, None, None].to(v.dtype) * t1 - w * t2
+            evaluate_into(u, mixed, inverse, value, source)
             if z is not None and value is not None:
                 z[:part].add_(value)
             if i:
                 u_dot = layer.rates[images:]
-                evaluate_into(u, differentiate(t0, inverse), inverse, None, None, third)
+                evaluate_into(u, differentiate(t0[:part], inverse), inverse, None, None, third)
                 source.addcmul_(third.mul_(u_dot).add_(bend, alpha=2), u_dot, value=-w)
                 torch.mul(curvature, u_dot, out=bend)
                 if z is not None and h_dot is not None:
@@ -170,8 +173,6 @@ class Tangents:
         layers, part = self._layers, self._part
         images = len(layers[0].u)
         second = torch.zeros_like(alpha)
-        tables: list[Tensor] = []
-        grads: list[Tensor] = []
         outer_p = outer_q = None  # P and Q
         for i in reversed(range(len(layers))):
             layer, a = layers[i], layers[i].adjoint
@@ -201,8 +202,7 @@ class Tangents:
             grad = _transposed(self._moments(layer, rates[:images]), phi)
             if outer_p is not None:
                 grad += self._moments(layer, outer_p)
-            tables.append(phi.tables[0])
-            grads.append(grad)
+            grads = [grad]
             if part:
                 mass = layer.mass
                 assert mass is not None
@@ -221,22 +221,21 @@ class Tangents:
                     moments = _transposed(_transposed(moments, phi), phi)
                     second += _product(phi.tables[0], moments)
                     grad[:part] -= w * moments
-                with torch.enable_grad():
-                    tables += [t[:part] for t in phi.tables[1:]]
                 grads += [t1_grad, -w * mass]
+            _add(phi.splines.weight, phi.transpose(grads))
 
-            size = (layer.kernel.shape[-2], layer.kernel.shape[-1])
-            filters_grad = weight_grad(layer.inputs, layer.outputs, size)
+            filters_grad = weight_grad_into(
+                layer.inputs, layer.outputs, torch.empty_like(layer.kernel), layer.half
+            )
             _add(self.prior.filters[i], filters_grad if i else zero_mean(filters_grad))
             if i:
                 shape = (part + images, *layer.inputs.shape[1:])
                 outer = self._buffers.get(f"outer {i}", shape, p)
-                convolve_transpose_into(layer.outputs[images:], layer.kernel, outer)
+                convolve_transpose_into(layer.outputs[images:], layer.kernel, outer, layer.half)
                 outer_q, outer_p = outer[:part], outer[part:]
-        torch.autograd.backward(tables, [g.to(t.dtype) for g, t in zip(grads, tables, strict=True)])
         return second
 
-    def _layer(self, i: int, kernel: Tensor, phi: Collapsed, y: Tensor) -> _Layer:
+    def _layer(self, i: int, kernel: Tensor, phi: Expansion, y: Tensor) -> _Layer:
         images, filters = len(y), kernel.shape[0]
         stacked = 2 * images + (self._part if i else 0)
 
@@ -253,6 +252,7 @@ class Tangents:
             u=memory("u", images),
             slope=outputs[:images] if last else memory("slope", images),  # g_L = φ_L'
             curvature=memory("curvature", images),
+            half=self.half and i > 0,
         )
 
     def _moments(self, layer: _Layer, weight: Tensor | None) -> Tensor:
@@ -264,7 +264,7 @@ class Tangents:
 
 def _product(tables: Tensor, moments: Tensor) -> Tensor:
     """⟨T, M⟩ of every image."""
-    return (tables[: len(moments)].double() * moments).sum((1, 2, 3))
+    return (tables[: len(moments)] * moments).sum((1, 2, 3))
 
 
 def _transposed(moments: Tensor, phi: Collapsed) -> Tensor:

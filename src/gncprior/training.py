@@ -27,6 +27,7 @@ from torch import Tensor
 
 from gncprior.calibration import calibrate
 from gncprior.checkpoints import load_prior, save_prior
+from gncprior.convexity import draw_to_convex, make_convex
 from gncprior.datasets import Dataset
 from gncprior.errors import GncpriorError
 from gncprior.gauges import Meter, one_step_psnr
@@ -139,6 +140,8 @@ class State:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * factor
         self.optimizer.step()
+        if self.recipe.convex:
+            draw_to_convex(self.prior)
         self.average.update()
         return True
 
@@ -230,6 +233,7 @@ class _Loop:
             t_weight=recipe.t_weight,
             t_fraction=recipe.t_fraction,
             boundary=recipe.boundary,
+            half=recipe.half,
         )
         self.saved_at = -math.inf
         self.saved_step = -1
@@ -274,6 +278,8 @@ class _Loop:
             "seed": recipe.seed,
             "skipped": self.state.skipped,
         }
+        if recipe.convex:
+            info["convexity"] = {"largest change of a slope at t_max": make_convex(prior)}
         if recipe.calibrate:
             images = self.training.cropped(LARGEST)
             chosen = np.linspace(0, len(images) - 1, min(CALIBRATION_IMAGES, len(images))).round()
