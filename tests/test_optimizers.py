@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gncprior.optimizers import AdaBelief, Average, cosine
+from gncprior.optimizers import AdaBelief, Average, cosine, smoother
 
 
 def by_hand(theta, gradients, lr, beta1=0.9, beta2=0.999, eps=1e-16, decay=0.0):
@@ -153,3 +153,37 @@ def test_average_without_memory_is_the_last_value():
     assert torch.equal(average.tensors[0], w)
     with pytest.raises(ValueError, match="in \\[0, 1\\)"):
         Average([w], decay=1.0)
+
+
+# ---------------------------------------------------------------- smoothing
+
+
+def test_the_smoother_is_the_minimiser_it_is_defined_by():
+    """S y minimises ½‖x − y‖² + ½κ‖Dx‖²: it keeps straight lines and shrinks the fastest ripple most."""
+    n, kappa = 40, 3.0
+    s = smoother(n, kappa).double()
+    line = 2.0 - 0.3 * torch.arange(n, dtype=torch.float64)
+    assert (s @ line - line).abs().max() < 1e-5
+    y = torch.randn(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = (s @ y).requires_grad_(True)
+    value = 0.5 * (x - y).square().sum() + 0.5 * kappa * x.diff(n=2).square().sum()
+    (slope,) = torch.autograd.grad(value, x)
+    assert slope.abs().max() < 1e-5
+    ripple = (-1.0) ** torch.arange(n, dtype=torch.float64)
+    middle = (s @ ripple / ripple)[n // 2]
+    assert float(middle) == pytest.approx(1 / (1 + 16 * kappa), rel=1e-3)
+    assert torch.linalg.eigvalsh(s)[0] > 0
+
+
+def test_a_smoothed_step_is_the_plain_step_times_the_smoother_and_the_scales():
+    generator = torch.Generator().manual_seed(1)
+    start = torch.randn(3, 4, 9, generator=generator)
+    scales = torch.rand(4, 1, generator=generator)
+    steps = []
+    for options in ({}, {"smoother": smoother(9, 2.0), "scales": [scales]}):
+        p = torch.nn.Parameter(start.clone())
+        optimizer = AdaBelief([{"params": [p], **options}], lr=0.1)
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(2))
+        optimizer.step()
+        steps.append(p.detach() - start)
+    assert (steps[1] - scales * (steps[0] @ smoother(9, 2.0))).abs().max() < 1e-6

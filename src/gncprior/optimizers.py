@@ -5,6 +5,11 @@ AdaBelief (Zhuang et al. 2020) divides the mean gradient by how far gradients st
     m ← β₁m + (1−β₁)g,   s ← β₂s + (1−β₂)(g−m)² + ε,
     θ ← θ − η · m/(1−β₁ᵏ) / (√(s/(1−β₂ᵏ)) + ε)
 
+The parts of a spline hang together, but AdaBelief gives each of its coefficients a step of about the same
+length, most of it noise from one coefficient to the next.  The step may therefore pass through the
+smoother S = (1 + κDᵀD)⁻¹, D the second differences along the last axis: S is positive, so a descent
+direction remains one, ripples shrink by up to 1 + 16κ, and straight lines pass as they are.
+
 Steps go over all tensors of a group at once: a prior has few and small ones, and their loop in
 Python would cost more than the arithmetic.
 """
@@ -23,7 +28,8 @@ class AdaBelief(torch.optim.Optimizer):
     """AdaBelief over parameter groups, each with its own ``lr``.
 
     A group may bring ``scales``, a tensor for each parameter that multiplies its rate (by
-    broadcasting), for parameters whose parts live on different scales.
+    broadcasting), for parameters whose parts live on different scales, and a ``smoother``, a matrix
+    that the step is multiplied by along the last axis of all parameters.
 
     ``weight_decay`` is decoupled: θ ← (1 − η·decay)θ before the step.  All parameters of a group
     have gradients, or none.  The number k of steps taken stands in the group as ``step``, the
@@ -44,7 +50,7 @@ class AdaBelief(torch.optim.Optimizer):
                 f"not {lr}, {eps}, {weight_decay}, {betas}."
             )
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"step": 0, "scales": None}
+        defaults |= {"step": 0, "scales": None, "smoother": None}
         super().__init__(params, defaults)
 
     @torch.no_grad()
@@ -83,9 +89,24 @@ class AdaBelief(torch.optim.Optimizer):
         roots = torch._foreach_sqrt(spreads)
         torch._foreach_div_(roots, math.sqrt(1 - beta2**k))
         torch._foreach_add_(roots, eps)
+        length = -lr / (1 - beta1**k)
+        if group["smoother"] is None:
+            if group["scales"] is not None:
+                torch._foreach_div_(roots, group["scales"])
+            torch._foreach_addcdiv_(params, means, roots, length)
+            return
+        steps = [u @ group["smoother"] for u in torch._foreach_div(means, roots)]
         if group["scales"] is not None:
-            torch._foreach_div_(roots, group["scales"])
-        torch._foreach_addcdiv_(params, means, roots, -lr / (1 - beta1**k))
+            torch._foreach_mul_(steps, group["scales"])
+        torch._foreach_add_(params, steps, alpha=length)
+
+
+def smoother(size: int, strength: float) -> Tensor:
+    """S = (1 + κDᵀD)⁻¹ for ``size`` coefficients in a row and strength κ ≥ 0."""
+    second = torch.eye(size, dtype=torch.float64).diff(n=2, dim=0)
+    return torch.linalg.inv(
+        torch.eye(size, dtype=torch.float64) + strength * second.T @ second
+    ).float()
 
 
 def cosine(step: int, steps: int, end: float, warmup: int = 0) -> float:

@@ -51,6 +51,11 @@ class Recipe:
     t_rates: bool = _option(
         True, LEARNING, "Rates of the last potentials fall with t, as 1/(1 + 100 t)."
     )
+    smoothing: float = _option(
+        0.0,
+        LEARNING,
+        "Steps of the potentials pass through (1 + κDᵀD)⁻¹ over the knots; κ, 0 for none.",
+    )
     lr_end: float = _option(
         0.05, LEARNING, "Learning rates at the end, as a part of those at the start."
     )
@@ -101,7 +106,7 @@ class Recipe:
                 raise GncpriorError(f"{f.name} must be {words[kind]}, not {value!r}.")
         positive = ("patch", "batch", "steps", "log_every", "gain")
         not_negative = ("lr_filters", "lr_splines", "lr_end", "warmup", "weight_decay", "t_weight",
-                        "spread", "seed", "chunk", "validate_every", "save_seconds")  # fmt: skip
+                        "smoothing", "spread", "seed", "chunk", "validate_every", "save_seconds")  # fmt: skip
         for name in positive + not_negative:
             value = getattr(self, name)
             if value < 0 or (name in positive and value == 0):

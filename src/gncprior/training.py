@@ -31,7 +31,7 @@ from gncprior.convexity import draw_to_convex, make_convex
 from gncprior.datasets import Dataset
 from gncprior.errors import GncpriorError
 from gncprior.gauges import Meter, one_step_psnr
-from gncprior.optimizers import AdaBelief, Average, cosine
+from gncprior.optimizers import AdaBelief, Average, cosine, smoother
 from gncprior.prior import Architecture, Prior
 from gncprior.recipes import Recipe
 from gncprior.runs import Event, RunFolder
@@ -92,6 +92,9 @@ class State:
             scales = [torch.ones_like(p) for p in splines["params"]]
             scales[-1] *= (1 / (1 + 100 * t)).to(scales[-1])[:, None]
             splines["scales"] = scales
+        if recipe.smoothing:
+            size = splines["params"][0].shape[-1]
+            splines["smoother"] = smoother(size, recipe.smoothing).to(device)
         self.optimizer = AdaBelief([filters, splines], weight_decay=recipe.weight_decay)
         for p in self.params:
             self.optimizer.state[p] = {"mean": torch.zeros_like(p), "spread": torch.zeros_like(p)}
