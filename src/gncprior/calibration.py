@@ -68,7 +68,7 @@ def noise_level(prior: Prior, y: Tensor, points: int = 48) -> tuple[Tensor, Tens
     there and a global minimum would be one of the extrapolation.  1/√(∂²R/∂t̂²) is the error bar of t̂*.
     """
     low, high = prior.t_hat_range
-    found = [_first_minimum(_time_slope(prior, one[None]), low, high, points) for one in y]
+    found = [_first_minimum(_time_slope(prior, [one[None]]), low, high, points) for one in y]
     best, curvature = zip(*found, strict=True)
     return torch.tensor(best, dtype=torch.float64), torch.tensor(curvature, dtype=torch.float64)
 
@@ -77,8 +77,7 @@ def joint_noise_level(
     prior: Prior, images: Sequence[Tensor], points: int = 48
 ) -> tuple[float, float]:
     """The same for images (1, C, H, W) that have one noise level in common, such as parts of a picture."""
-    slopes = [_time_slope(prior, image) for image in images]
-    return _first_minimum(lambda t_hat: sum(s(t_hat) for s in slopes), *prior.t_hat_range, points)
+    return _first_minimum(_time_slope(prior, images), *prior.t_hat_range, points)
 
 
 def _first_minimum(
@@ -110,14 +109,18 @@ def _first_minimum(
     return 0.5 * (above + below), curvature
 
 
-def _time_slope(prior: Prior, y: Tensor) -> Callable[[float], float]:
-    """t̂ ↦ ∂R/∂t̂ of one image; for the paper's one-layer prior a single pass over it serves every t̂."""
+def _time_slope(prior: Prior, images: Sequence[Tensor]) -> Callable[[float], float]:
+    """t̂ ↦ ∂R/∂t̂ of all images; for the paper's one-layer prior a single pass over them serves every t̂."""
     splines = prior._splines()
     if len(splines) > 1 or splines[0].spread is not None:
         buffers = Buffers()
-        return lambda t_hat: float(prior.joint_grad(y, t_hat, buffers=buffers)[2])
-    phi = splines[0].collapse(prior.times(0.0, 1))
-    histogram = soft_histogram(convolve(y, prior.kernels()[0]), phi.inverse_gamma, phi.knots)
+        return lambda t_hat: sum(
+            float(prior.joint_grad(y, t_hat, buffers=buffers)[2]) for y in images
+        )
+    phi, kernels = splines[0].collapse(prior.times(0.0, 1)), prior.kernels()[0]
+    histogram = torch.zeros((), dtype=torch.float64)
+    for y in images:
+        histogram = histogram + soft_histogram(convolve(y, kernels), phi.inverse_gamma, phi.knots)
 
     def slope(t_hat: float) -> float:
         tables = splines[0].collapse(prior.times(t_hat, 1), derivatives=1).tables[1]

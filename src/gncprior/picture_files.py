@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from PIL import Image
 
-from gncprior import deep_png, exif
+from gncprior import deep_png
 from gncprior.errors import GncpriorError
 
 FORMATS = {
@@ -227,6 +227,8 @@ def _read_tiff(file: BinaryIO, name: str) -> Picture:
 
 def _with_exif(picture: Picture, file: BinaryIO, name: str) -> Picture:
     """The picture of a TIFF file with the EXIF among its tags."""
+    from gncprior import exif
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -392,6 +394,8 @@ def _write_tiff(file: BinaryIO, picture: Picture, name: str, notices: list[str])
                 **options,
             )
     if block := picture.metadata.get("exif"):
+        from gncprior import exif
+
         try:
             exif.into_tiff(file, block)
         except Exception:  # noqa: BLE001  (what cameras write breaks parsers in every way)
