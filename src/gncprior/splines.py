@@ -32,7 +32,7 @@ ORDER = 5  # coefficients of a quartic
 GHOSTS = 2  # knots beyond each end
 
 # β(s − m) on |s| ≤ ½ as a polynomial in s: row k holds the coefficients of s^k, column 2 + m
-_BASIS = (
+BASIS = (
     (1 / 384, 19 / 96, 115 / 192, 19 / 96, 1 / 384),
     (-1 / 48, -11 / 24, 0.0, 11 / 24, 1 / 48),
     (1 / 16, 1 / 4, -5 / 8, 1 / 4, 1 / 16),
@@ -90,7 +90,7 @@ def tables_of(c: Tensor, clip: Tensor | None = None) -> Tensor:
     another table, where the curvature of that table (``clip``) is.
     """
     knots = c.shape[-1] - 2 * GHOSTS
-    basis = torch.tensor(_BASIS, dtype=c.dtype, device=c.device)
+    basis = torch.tensor(BASIS, dtype=c.dtype, device=c.device)
     # tap by tap rather than as a matrix product: for one image that would start torch's threads,
     # whose waiting afterwards costs more than the product
     rows = c[..., None, :knots] * basis[:, :1]
@@ -117,16 +117,27 @@ def differentiate_transpose(moments: Tensor, inverse_gamma: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(shifted[..., :1, :]), shifted], dim=-2)
 
 
+def _euler_factors(knots: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """k of every coefficient and, as v/γ = s + middle, the middle of every row."""
+    i = torch.arange(-1, knots + 1, dtype=like.dtype, device=like.device).clamp(0, knots - 1)
+    return torch.arange(ORDER, dtype=like.dtype, device=like.device)[:, None], i - (knots - 1) / 2
+
+
 def euler(tables: Tensor) -> Tensor:
     """The tables of v·∂φ/∂v, v the argument of the function: a quartic again."""
-    knots = tables.shape[-1] - 2
-    i = torch.arange(-1, knots + 1, dtype=tables.dtype, device=tables.device).clamp(0, knots - 1)
-    middle = i - (knots - 1) / 2  # v/γ = s + middle
-    k = torch.arange(ORDER, dtype=tables.dtype, device=tables.device)[:, None]
+    k, middle = _euler_factors(tables.shape[-1] - 2, tables)
     derivative = torch.cat(
         [tables[..., 1:, :] * k[1:], torch.zeros_like(tables[..., :1, :])], dim=-2
     )
     return tables * k + derivative * middle
+
+
+def euler_transpose(moments: Tensor) -> Tensor:
+    """Turns moments that belong to v·∂φ/∂v into moments that belong to φ."""
+    k, middle = _euler_factors(moments.shape[-1] - 2, moments)
+    out = moments * k
+    out[..., 1:, :] += moments[..., :-1, :] * k[1:] * middle
+    return out
 
 
 # ---------------------------------------------------------------- the two primitives
@@ -278,7 +289,7 @@ class Collapsed:
         return differentiate(self.tables[order], self.inverse_gamma)
 
 
-def _time_window(t_hat: Tensor, grid: Grid, order: int) -> tuple[Tensor, Tensor]:
+def time_window(t_hat: Tensor, grid: Grid, order: int) -> tuple[Tensor, Tensor]:
     """The five weights around t̂ that count, by index, and their β or its order-th derivative: (B, 5) each.
 
     t̂ outside the grid counts as its nearest end, so derivatives vanish there.
@@ -287,7 +298,7 @@ def _time_window(t_hat: Tensor, grid: Grid, order: int) -> tuple[Tensor, Tensor]
     z = (inside - grid.low) / grid.gamma
     nearest = z.detach().round().clamp(0, grid.knots - 1)
     s = z - nearest
-    basis = torch.tensor(_BASIS, dtype=t_hat.dtype, device=t_hat.device)
+    basis = torch.tensor(BASIS, dtype=t_hat.dtype, device=t_hat.device)
     powers = torch.arange(ORDER, device=t_hat.device)
     for _ in range(order):
         basis = torch.cat([basis[1:] * powers[1:, None], torch.zeros_like(basis[:1])]) / grid.gamma
@@ -301,7 +312,7 @@ def _time_window(t_hat: Tensor, grid: Grid, order: int) -> tuple[Tensor, Tensor]
 
 def time_basis(t_hat: Tensor, grid: Grid, order: int = 0) -> Tensor:
     """β((t̂−μ_o)/γ_t) for all o, or its order-th derivative in t̂: (B,) → (B, N_t+4)."""
-    index, value = _time_window(t_hat, grid, order)
+    index, value = time_window(t_hat, grid, order)
     dense = torch.zeros(len(t_hat), grid.weights, dtype=t_hat.dtype, device=t_hat.device)
     return dense.scatter(1, index, value)
 
@@ -344,7 +355,7 @@ class Splines(nn.Module):
             basis = time_basis(t_hat, self.t_grid, order)
             return torch.einsum("bo,jol->bjl", basis, self.weight)
         # without a graph five terms and not a matrix product, for the reason given in tables_of
-        index, value = _time_window(t_hat, self.t_grid, order)
+        index, value = time_window(t_hat, self.t_grid, order)
         terms = [self.weight.index_select(1, index[:, m]) * value[:, m, None] for m in range(ORDER)]
         return torch.stack(terms).sum(0).transpose(0, 1)
 
@@ -353,21 +364,8 @@ class Splines(nn.Module):
         coefficients = [self._coefficients(t_hat, order) for order in range(derivatives + 1)]
         tables = [tables_of(coefficients[0])]
         tables += [tables_of(c, clip=tables[0]) for c in coefficients[1:]]
-        inverse = torch.full(
-            (len(t_hat), self.weight.shape[0]), 1 / self.x_grid.gamma,
-            dtype=self.weight.dtype, device=self.weight.device,
-        )  # fmt: skip
-        if self.spread is None:
-            return Collapsed(tuple(tables), inverse)
-        t = t_hat.clamp(self.t_grid.low, self.t_grid.high).exp()[:, None]
-        total = self.spread**2 + t
-        # v = x/√(s²+t) gives v̇ = −½ρv with ρ = t/(s²+t), ρ̇ = ρ(1−ρ); E = v ∂/∂v
-        rho = (t / total)[..., None, None]
-        if derivatives:
-            rho = (
-                rho
-                * ((t_hat >= self.t_grid.low) & (t_hat <= self.t_grid.high))[:, None, None, None]
-            )
+        inverse, rho = self.scales(t_hat)
+        if rho is not None and derivatives:
             e0 = euler(tables[0])
             if derivatives > 1:
                 tables[2] = (
@@ -377,4 +375,21 @@ class Splines(nn.Module):
                     + 0.25 * rho**2 * euler(e0)
                 )
             tables[1] = tables[1] - 0.5 * rho * e0
-        return Collapsed(tuple(tables), inverse * total.rsqrt())
+        return Collapsed(tuple(tables), inverse)
+
+    def scales(self, t_hat: Tensor) -> tuple[Tensor, Tensor | None]:
+        """1/γ at t̂ (B,) of every function and, for the scaled variant, ρ = t/(s²+t): (B, C), (B, C, 1, 1).
+
+        v = x/√(s²+t) gives v̇ = −½ρv, and ρ̇ = ρ(1−ρ); outside the grid v does not change, so ρ = 0.
+        """
+        inverse = torch.full(
+            (len(t_hat), self.weight.shape[0]), 1 / self.x_grid.gamma,
+            dtype=self.weight.dtype, device=self.weight.device,
+        )  # fmt: skip
+        if self.spread is None:
+            return inverse, None
+        low, high = self.t_grid.low, self.t_grid.high
+        t = t_hat.clamp(low, high).exp()[:, None]
+        total = self.spread**2 + t
+        rho = t / total * ((t_hat >= low) & (t_hat <= high))[:, None]
+        return inverse * total.rsqrt(), rho[..., None, None]
