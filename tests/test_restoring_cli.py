@@ -151,13 +151,19 @@ def test_comparison_and_trace(noisy, tmp_path):
     assert read_picture(tmp_path / "a-trace.png").pages[0].shape[1] > 500
 
 
-def test_depth_and_metadata_are_kept(tmp_path):
+@pytest.mark.parametrize("suffix", ["tif", "png"])
+def test_depth_and_metadata_are_kept(tmp_path, suffix):
     page = (NOISY.astype(np.uint16) * 257)[..., None].repeat(4, 2)
-    metadata = {"dpi": (150.0, 150.0), "icc_profile": b"p" * 64}
-    write_picture(tmp_path / "a.tif", Picture((page,), metadata=metadata))
-    assert run("denoise", tmp_path / "a.tif", tmp_path / "b.tif", "--sigma", "20/255") == 0
-    back = read_picture(tmp_path / "b.tif")
-    assert back.pages[0].dtype == np.uint16 and back.metadata == metadata
+    exif = Image.Exif()
+    exif[0x010F] = "a camera"
+    metadata = {"dpi": (150.0, 150.0), "icc_profile": b"p" * 64, "exif": exif.tobytes()}
+    source, target = tmp_path / f"a.{suffix}", tmp_path / f"b.{suffix}"
+    write_picture(source, Picture((page,), metadata=metadata))
+    assert run("denoise", source, target, "--sigma", "20/255") == 0
+    back = read_picture(target)
+    assert back.pages[0].dtype == np.uint16
+    assert back.metadata.pop("dpi") == pytest.approx(metadata.pop("dpi"), abs=0.1)
+    assert back.metadata == metadata
     assert np.array_equal(back.pages[0][..., 3], page[..., 3])
     assert error(back.pages[0][..., 1] / 257) < 0.55 * error(NOISY)
 

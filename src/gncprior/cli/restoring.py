@@ -2,6 +2,7 @@
 
 import json as json_format
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -31,28 +32,52 @@ To = Annotated[
         allow_leading_hyphen=True, help="A file whose ending says the format, a folder, or -."
     ),
 ]
-Quality = Annotated[
-    Literal["fast", "best"], Parameter(help="The shortest way, or the best that is shipped.")
-]
-PriorName = Annotated[str, Parameter(name="--prior", help="Name of a shipped prior, or a file.")]
-Method = Annotated[
-    Literal["auto", "learned", "scheduled", "tweedie"],
-    Parameter(help="How the smoothing t is chosen; tweedie is one step. auto: learned if shipped."),
-]
 Range = Annotated[
     float | None,
     Parameter(help="What stands for white in float pictures. [default: 1]"),
 ]
-Overwrite = Annotated[bool, Parameter(help="Replace files that exist.", negative="")]
-Compare = Annotated[
-    bool, Parameter(help="Also write NAME-compare.png, before and after.", negative="")
-]
-Trace = Annotated[
-    bool,
-    Parameter(help="Also write NAME-trace.csv and .png, t̂ and energy per step.", negative=""),
-]
 Json = Annotated[bool, Parameter(help="Print what was done as JSON.", negative="")]
-Jobs = Annotated[int, Parameter(help="Pictures of a folder that are restored at the same time.")]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class How:
+    """The options that all restoring has in common."""
+
+    quality: Annotated[
+        Literal["fast", "best"], Parameter(help="The shortest way, or the best that is shipped.")
+    ] = "best"
+    prior: Annotated[
+        str, Parameter(help="Name of a shipped prior, or a file; auto goes by quality and colour.")
+    ] = "auto"
+    method: Annotated[
+        Literal["auto", "learned", "scheduled", "tweedie"],
+        Parameter(
+            help="How the smoothing t is chosen; tweedie is one step. auto: learned if shipped."
+        ),
+    ] = "auto"
+    data_range: Range = None
+    overwrite: Annotated[bool, Parameter(help="Replace files that exist.", negative="")] = False
+    compare: Annotated[
+        bool, Parameter(help="Also write NAME-compare.png, before and after.", negative="")
+    ] = False
+    trace: Annotated[
+        bool,
+        Parameter(help="Also write NAME-trace.csv and .png, t̂ and energy per step.", negative=""),
+    ] = False
+    jobs: Annotated[
+        int, Parameter(help="Pictures of a folder that are restored at the same time.")
+    ] = 1
+    json: Json = False
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """Those of them that the functions take."""
+        names = ("quality", "prior", "method", "data_range")
+        return {name: getattr(self, name) for name in names}
+
+
+PLAIN = How()
 
 
 def denoise(
@@ -63,15 +88,7 @@ def denoise(
     sigma: Annotated[
         str, Parameter(help="Noise level σ on the scale [0, 1]: 0.1, 25/255; auto estimates it.")
     ] = "auto",
-    quality: Quality = "best",
-    prior: PriorName = "auto",
-    method: Method = "auto",
-    data_range: Range = None,
-    overwrite: Overwrite = False,
-    compare: Compare = False,
-    trace: Trace = False,
-    jobs: Jobs = 1,
-    json: Json = False,
+    how: How = PLAIN,
 ) -> None:
     """Remove noise from a picture, or from all pictures of a folder.
 
@@ -81,12 +98,6 @@ def denoise(
     **Example:** `gncprior denoise noisy.png clean.png --sigma 25/255`
     """
     level = None if sigma == "auto" else parse_level(sigma)
-    options: dict[str, Any] = {
-        "quality": quality,
-        "prior": prior,
-        "method": method,
-        "data_range": data_range,
-    }
 
     def restore(page: "np.ndarray", record: dict[str, Any], **more: Any) -> "np.ndarray":
         from gncprior.restore import denoise as run
@@ -95,12 +106,12 @@ def denoise(
         axis = _channel_axis(page)
         one = level
         if one is None:
-            one, error = noise_levels(page, channel_axis=axis, data_range=data_range)
+            one, error = noise_levels(page, channel_axis=axis, data_range=how.data_range)
             record.setdefault("estimated_error", []).append(error)
         record.setdefault("sigma", []).append(one)
-        return run(page, one, channel_axis=axis, **options, **more)
+        return run(page, one, channel_axis=axis, **how.keywords, **more)
 
-    _batch(source, target, restore, overwrite, compare, trace, jobs, json, data_range)
+    _batch(source, target, restore, how)
 
 
 def inpaint(
@@ -111,15 +122,7 @@ def inpaint(
     mask: Annotated[
         Path, Parameter(help="Picture that is white where pixels are unknown; or a folder of them.")
     ],
-    quality: Quality = "best",
-    prior: PriorName = "auto",
-    method: Method = "auto",
-    data_range: Range = None,
-    overwrite: Overwrite = False,
-    compare: Compare = False,
-    trace: Trace = False,
-    jobs: Jobs = 1,
-    json: Json = False,
+    how: How = PLAIN,
 ) -> None:
     """Fill in the unknown pixels of a picture; all others stay exactly as they are.
 
@@ -127,21 +130,15 @@ def inpaint(
 
     **Example:** `gncprior inpaint scratched.png whole.png --mask scratches.png`
     """
-    options: dict[str, Any] = {
-        "quality": quality,
-        "prior": prior,
-        "method": method,
-        "data_range": data_range,
-    }
 
     def restore(page: "np.ndarray", record: dict[str, Any], **more: Any) -> "np.ndarray":
         from gncprior.restore import inpaint as run
 
         unknown = _mask(mask / record["name"] if mask.is_dir() else mask)
         record["unknown"] = float(unknown.mean())
-        return run(page, unknown, channel_axis=_channel_axis(page), **options, **more)
+        return run(page, unknown, channel_axis=_channel_axis(page), **how.keywords, **more)
 
-    _batch(source, target, restore, overwrite, compare, trace, jobs, json, data_range)
+    _batch(source, target, restore, how)
 
 
 def estimate(source: In, /, *, data_range: Range = None, json: Json = False) -> None:
@@ -177,20 +174,17 @@ def estimate(source: In, /, *, data_range: Range = None, json: Json = False) -> 
 # ---------------------------------------------------------------- one picture, and all of them
 
 
-def _batch(
-    source: str, target: str, restore: Any, overwrite: bool, compare: bool, trace: bool, jobs: int,
-    json: bool, data_range: float | None,
-) -> None:  # fmt: skip
-    if target == PIPE and (json or compare or trace):
+def _batch(source: str, target: str, restore: Any, how: How) -> None:
+    if target == PIPE and (how.json or how.compare or how.trace):
         raise GncpriorError("With the result in a pipe there is no place for more: name a file.")
-    todo, done = batches.plan(source, target, overwrite=overwrite)
+    todo, done = batches.plan(source, target, overwrite=how.overwrite)
     from gncprior.picture_files import with_pages
 
     def each(job: Job, advance: Advance) -> dict[str, Any]:
         begin = time.perf_counter()
         picture = batches.read(job.source)
         record: dict[str, Any] = {"input": job.source, "output": job.target, "name": job.name}
-        histories: list[History] | None = [] if trace else None
+        histories: list[History] | None = [] if how.trace else None
         share = 1 / len(picture.pages)
         pages = []
         for page in picture.pages:
@@ -203,21 +197,21 @@ def _batch(
 
             pages.append(restore(page, record, trace=histories, progress=progress))
         result = with_pages(picture, pages)
-        notices = [*picture.notices, *_notices(job, picture, data_range)]
+        notices = [*picture.notices, *_notices(job, picture, how.data_range)]
         notices += batches.write(job.target, result)
-        if compare:
-            _side_by_side(Path(job.target), picture, result, data_range)
+        if how.compare:
+            _side_by_side(Path(job.target), picture, result, how.data_range)
         if histories is not None:
             _write_trace(Path(job.target), histories)
         record["seconds"] = time.perf_counter() - begin
         record["notices"] = notices
         return record
 
-    records = batches.work(todo, each, jobs, alone=batches.is_one(source))
+    records = batches.work(todo, each, how.jobs, alone=batches.is_one(source))
     for record in records:
         for notice in record.get("notices", []):
             batches.tell(f"{notice}.")
-    if json:
+    if how.json:
         print(json_format.dumps(records, indent=1))
     elif target != PIPE:
         for record in records:
