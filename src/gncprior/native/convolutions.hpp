@@ -489,34 +489,36 @@ inline void weight_grad_block(const Planes& in, i64 i, i64 ky, i64 kx, const Pla
         for (int k = 0; k < K; ++k) totals[k * outputs + c] = total[c][k];
 }
 
-// dw[o,i,k] = Σ over images and pixels of r_o[p] x̃_i[p + k − c].  A task is a group of outputs for
-// all images, so that the order of the sums never depends on the threads.  Tiles are so flat that the
-// responses of a group stay in the first-level cache while all inputs go by.
+// dw[o,i,k] = Σ over images and pixels of r_o[p] x̃_i[p + k − c].  A task is a block of outputs and inputs
+// for all images, so that the order of the sums never depends on the threads.  Tiles are so flat that
+// the responses swept at once stay in the first-level cache while the inputs go by.
 template <class Product>
 inline void weight_grad(const float* x, const float* r, i64 images, i64 inputs, i64 outputs, Shape shape,
                         Kernel k, float* dw, int threads) {
-    constexpr i64 BLOCK = 12;  // outputs of a task
-    const Tiling tiles(shape, tile_side(12, k.height), tile_side(64, k.width));
-    parallel_for(ceil_div(outputs, BLOCK), threads, [&](i64 task) {
+    constexpr i64 BLOCK = 24;  // outputs, and inputs, of a task
+    const i64 across = ceil_div(inputs, BLOCK);
+    const Tiling tiles(shape, tile_side(24, k.height), tile_side(64, k.width));
+    parallel_for(ceil_div(outputs, BLOCK) * across, threads, [&](i64 task) {
         thread_local Scratch in_memory, response_memory, totals_memory;
-        const i64 o0 = task * BLOCK, n = std::min(BLOCK, outputs - o0);
-        const i64 size = inputs * k.size() * n;  // totals, [input][tap][output]
-        vec* totals = reinterpret_cast<vec*>(totals_memory.get(size * LANES));
-        std::fill(totals, totals + size, vec{});
+        const i64 o0 = task / across * BLOCK, n = std::min(BLOCK, outputs - o0);
+        const i64 i0 = task % across * BLOCK, m = std::min(BLOCK, inputs - i0);
+        vec* totals = reinterpret_cast<vec*>(totals_memory.get(m * k.size() * n * LANES));
+        std::fill(totals, totals + m * k.size() * n, vec{});  // [input][tap][output]
         for (i64 image = 0; image < images; ++image)
             for (i64 index = 0; index < tiles.count(); ++index) {
                 const Box tile = tiles[index];
                 const Box halo = pixels_of(tile, k);
                 Planes in = planes(nullptr, halo.rows(), tile.columns(), k.width - 1);
-                in.data = in_memory.get(in.plane * inputs);
-                copy_box(x + image * inputs * shape.pixels(), shape, inputs, halo, Boundary::symmetric, in);
+                in.data = in_memory.get(in.plane * m);
+                copy_box(x + (image * inputs + i0) * shape.pixels(), shape, m, halo, Boundary::symmetric,
+                         in);
                 Planes response = planes(nullptr, tile.rows(), tile.columns(), 0);
                 response.data = response_memory.get(response.plane * n);
                 copy_box(r + (image * outputs + o0) * shape.pixels(), shape, n, tile, Boundary::zero,
                          response);
-                Product::shorten_rows(in, inputs);
+                Product::shorten_rows(in, m);
                 Product::shorten_rows(response, n);
-                for (i64 i = 0; i < inputs; ++i)
+                for (i64 i = 0; i < m; ++i)
                     for (i64 ky = 0; ky < k.height; ++ky) {
                         i64 kx = 0;
                         auto sweep = [&](auto outputs_at_once, auto taps) {
@@ -537,15 +539,16 @@ inline void weight_grad(const float* x, const float* r, i64 images, i64 inputs, 
                         using std::integral_constant;
                         constexpr bool many = LANES == 16;  // registers
                         if (many) sweep(integral_constant<int, 3>{}, integral_constant<int, 7>{});
-                        sweep(integral_constant<int, many ? 3 : 2>{}, integral_constant<int, 5>{});
-                        sweep(integral_constant<int, many ? 6 : 3>{}, integral_constant<int, 3>{});
+                        sweep(integral_constant<int, many ? 4 : 2>{}, integral_constant<int, 5>{});
+                        sweep(integral_constant<int, many ? 8 : 3>{}, integral_constant<int, 3>{});
                         sweep(integral_constant<int, 6>{}, integral_constant<int, 1>{});
                     }
             }
-        for (i64 i = 0; i < inputs; ++i)
+        for (i64 i = 0; i < m; ++i)
             for (i64 tap = 0; tap < k.size(); ++tap)
                 for (i64 o = 0; o < n; ++o)
-                    dw[((o0 + o) * inputs + i) * k.size() + tap] = sum(totals[(i * k.size() + tap) * n + o]);
+                    dw[((o0 + o) * inputs + i0 + i) * k.size() + tap] =
+                        sum(totals[(i * k.size() + tap) * n + o]);
     });
 }
 

@@ -2,8 +2,8 @@
 
 The package holds up to four builds of the same C++ source (AVX-512 with and without bfloat16, AVX2,
 portable).  The fastest one that this processor runs is taken; ``$GNCPRIOR_KERNELS`` = ``avx512bf16``,
-``avx512``, ``avx2``, ``portable`` or ``torch`` asks for another.  Where none can be loaded the torch reference serves, and
-:func:`reason` says why.
+``avx512``, ``avx2``, ``portable`` or ``torch`` asks for another.  Where none can be loaded the torch
+reference serves, and :func:`reason` says why.
 
 The functions below are thin: they check shapes and memory layout, hand over pointers and return
 the result.  They know nothing of autograd; :mod:`gncprior.splines` and :mod:`gncprior.filters` do.
