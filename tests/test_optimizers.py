@@ -175,15 +175,16 @@ def test_the_smoother_is_the_minimiser_it_is_defined_by():
     assert torch.linalg.eigvalsh(s)[0] > 0
 
 
-def test_a_smoothed_step_is_the_plain_step_times_the_smoother_and_the_scales():
+def test_a_smoothed_step_is_the_plain_step_times_the_smoothers_and_the_scales():
     generator = torch.Generator().manual_seed(1)
     start = torch.randn(3, 4, 9, generator=generator)
     scales = torch.rand(4, 1, generator=generator)
     steps = []
-    for options in ({}, {"smoother": smoother(9, 2.0), "scales": [scales]}):
+    for options in ({}, {"smoothers": [smoother(4, 1.0), smoother(9, 2.0)], "scales": [scales]}):
         p = torch.nn.Parameter(start.clone())
         optimizer = AdaBelief([{"params": [p], **options}], lr=0.1)
         p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(2))
         optimizer.step()
         steps.append(p.detach() - start)
-    assert (steps[1] - scales * (steps[0] @ smoother(9, 2.0))).abs().max() < 1e-6
+    smooth = torch.einsum("pq,jql,lk->jpk", smoother(4, 1.0), steps[0], smoother(9, 2.0))
+    assert (steps[1] - scales * smooth).abs().max() < 1e-6

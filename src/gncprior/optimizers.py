@@ -7,8 +7,8 @@ AdaBelief (Zhuang et al. 2020) divides the mean gradient by how far gradients st
 
 The parts of a spline hang together, but AdaBelief gives each of its coefficients a step of about the same
 length, most of it noise from one coefficient to the next.  The step may therefore pass through the
-smoother S = (1 + κDᵀD)⁻¹, D the second differences along the last axis: S is positive, so a descent
-direction remains one, ripples shrink by up to 1 + 16κ, and straight lines pass as they are.
+smoother S = (1 + κDᵀD)⁻¹, D the second differences, along each of the last two axes: S is positive, so a
+descent direction remains one, ripples shrink by up to 1 + 16κ, and straight lines pass as they are.
 
 Steps go over all tensors of a group at once: a prior has few and small ones, and their loop in
 Python would cost more than the arithmetic.
@@ -28,8 +28,8 @@ class AdaBelief(torch.optim.Optimizer):
     """AdaBelief over parameter groups, each with its own ``lr``.
 
     A group may bring ``scales``, a tensor for each parameter that multiplies its rate (by
-    broadcasting), for parameters whose parts live on different scales, and a ``smoother``, a matrix
-    that the step is multiplied by along the last axis of all parameters.
+    broadcasting), for parameters whose parts live on different scales, and ``smoothers``, two matrices
+    that the step of all parameters is multiplied by, along the last axis but one and the last.
 
     ``weight_decay`` is decoupled: θ ← (1 − η·decay)θ before the step.  All parameters of a group
     have gradients, or none.  The number k of steps taken stands in the group as ``step``, the
@@ -50,7 +50,7 @@ class AdaBelief(torch.optim.Optimizer):
                 f"not {lr}, {eps}, {weight_decay}, {betas}."
             )
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"step": 0, "scales": None, "smoother": None}
+        defaults |= {"step": 0, "scales": None, "smoothers": None}
         super().__init__(params, defaults)
 
     @torch.no_grad()
@@ -90,12 +90,13 @@ class AdaBelief(torch.optim.Optimizer):
         torch._foreach_div_(roots, math.sqrt(1 - beta2**k))
         torch._foreach_add_(roots, eps)
         length = -lr / (1 - beta1**k)
-        if group["smoother"] is None:
+        if group["smoothers"] is None:
             if group["scales"] is not None:
                 torch._foreach_div_(roots, group["scales"])
             torch._foreach_addcdiv_(params, means, roots, length)
             return
-        steps = [u @ group["smoother"] for u in torch._foreach_div(means, roots)]
+        across, along = group["smoothers"]
+        steps = [across @ u @ along for u in torch._foreach_div(means, roots)]
         if group["scales"] is not None:
             torch._foreach_mul_(steps, group["scales"])
         torch._foreach_add_(params, steps, alpha=length)

@@ -92,9 +92,12 @@ class State:
             scales = [torch.ones_like(p) for p in splines["params"]]
             scales[-1] *= (1 / (1 + 100 * t)).to(scales[-1])[:, None]
             splines["scales"] = scales
-        if recipe.smoothing:
-            size = splines["params"][0].shape[-1]
-            splines["smoother"] = smoother(size, recipe.smoothing).to(device)
+        if recipe.smoothing or recipe.t_smoothing:
+            sizes, strengths = self.params[-1].shape[1:], (recipe.t_smoothing, recipe.smoothing)
+            splines["smoothers"] = [
+                smoother(size, strength).to(device)
+                for size, strength in zip(sizes, strengths, strict=True)
+            ]
         self.optimizer = AdaBelief([filters, splines], weight_decay=recipe.weight_decay)
         for p in self.params:
             self.optimizer.state[p] = {"mean": torch.zeros_like(p), "spread": torch.zeros_like(p)}
