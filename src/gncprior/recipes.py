@@ -106,7 +106,8 @@ class Recipe:
                 raise GncpriorError(f"{f.name} must be {words[kind]}, not {value!r}.")
         positive = ("patch", "batch", "steps", "log_every", "gain")
         not_negative = ("lr_filters", "lr_splines", "lr_end", "warmup", "weight_decay", "t_weight",
-                        "smoothing", "t_smoothing", "spread", "seed", "chunk", "validate_every", "save_seconds")  # fmt: skip
+                        "smoothing", "t_smoothing", "spread", "seed", "chunk", "validate_every",
+                        "save_seconds")  # fmt: skip
         for name in positive + not_negative:
             value = getattr(self, name)
             if value < 0 or (name in positive and value == 0):
