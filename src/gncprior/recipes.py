@@ -52,10 +52,9 @@ class Recipe:
         True, LEARNING, "Rates of the last potentials fall with t, as 1/(1 + 100 t)."
     )
     smoothing: float = _option(
-        0.0,
-        LEARNING,
-        "Steps of the potentials pass through (1 + κDᵀD)⁻¹ over the knots; κ, 0 for none.",
+        0.0, LEARNING, "κ ≥ 0: steps of the potentials pass through (1 + κDᵀD)⁻¹ over the knots."
     )
+    t_smoothing: float = _option(0.0, LEARNING, "The same over the knots in log t.")
     lr_end: float = _option(
         0.05, LEARNING, "Learning rates at the end, as a part of those at the start."
     )
