@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gncprior.convexity import _at_t_max, draw_to_convex, make_convex, smallest_curvature
+from gncprior.convexity import settle_at_t_max, smallest_curvature
 from gncprior.prior import Architecture, Prior
 
 
@@ -55,53 +55,56 @@ def curvatures(prior: Prior, x: torch.Tensor, t_hat: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
-def test_a_prior_made_convex_is_convex_at_t_max_at_every_image_and_only_there(layers):
+def test_a_settled_prior_is_convex_at_t_max_at_every_image_and_the_same_at_t_min(layers):
     prior = rough_prior(layers)
     low, high = prior.t_hat_range
     generator = torch.Generator().manual_seed(7)
     images = [s * torch.randn(1, 5, 4, generator=generator).double() for s in (0.1, 1.0, 10.0)]
     assert min(float(curvatures(prior, x, high)[0]) for x in images) < -0.1
     at_t_min = [curvatures(prior, x, low) for x in images]
-    make_convex(prior)
+    settle_at_t_max(prior)
     for x in images:
         values = curvatures(prior, x, high)
         assert values[0] > -1e-9 * values[-1]
         assert values[1] > 0  # only the constant image is flat
-    assert all(
-        torch.equal(curvatures(prior, x, low), v) for x, v in zip(images, at_t_min, strict=True)
-    )
+        assert torch.allclose(values, curvatures(prior, images[0], high))  # as of a quadratic
+    for x, values in zip(images, at_t_min, strict=True):
+        assert torch.equal(curvatures(prior, x, low), values)
 
 
-def test_making_convex_changes_no_weight_that_t_max_does_not_see():
-    prior, same = rough_prior(2), rough_prior(2)
-    make_convex(prior)
-    for new, old in zip(prior._splines(), same._splines(), strict=True):
-        # of 6 + 4 knots in t̂, the five around the last one count there
-        assert torch.equal(new.weight[:, :-5], old.weight[:, :-5])
-        assert not torch.equal(new.weight[:, -5:], old.weight[:, -5:])
+def test_settling_is_a_projection():
+    """What is settled stays, and what was taken off is orthogonal to what may remain."""
+    prior, before = rough_prior(2), rough_prior(2)
+    settle_at_t_max(prior)
+    once = [s.weight.clone() for s in prior._splines()]
+    settle_at_t_max(prior)
+    for splines, old, weight, degree in zip(
+        prior._splines(), before._splines(), once, (1, 2), strict=True
+    ):
+        assert (splines.weight - weight).abs().max() < 1e-12
+        assert torch.equal(weight[:, :-5], old.weight[:, :-5])  # t_max does not see them
+        taken = (old.weight - weight).sum(1)  # a multiple of what c has lost
+        powers = splines.x_grid.centres() ** torch.arange(degree + 1)[:, None]
+        assert (taken @ powers[:2].T).abs().max() < 1e-9  # of lines nothing
+        if degree == 2:  # of squares nothing, or what was negative
+            squares = taken @ powers[2]
+            assert (squares < 1e-9).all()
+            assert (squares > -1e-9).any()
 
 
-@pytest.mark.parametrize("layers", [1, 2])
-def test_draws_to_convex_never_go_back_and_get_there(layers):
-    prior = rough_prior(layers)
-
-    def wrong() -> list[float]:
-        second = [_at_t_max(s).diff(n=2) for s in prior._splines()]
-        return [*(float(d.norm()) for d in second[:-1]), float(second[-1].clamp(max=0).norm())]
-
-    before = first = wrong()
-    for _ in range(3000):
-        draw_to_convex(prior)
-        after = wrong()
-        assert all(b <= a + 1e-12 for a, b in zip(before, after, strict=True))
-        before = after
-    assert all(b < 0.02 * a for a, b in zip(first, before, strict=True))
+def test_parabolas_that_open_downwards_become_lines():
+    prior = Prior(Architecture(filters=4, first_size=3)).double().start().requires_grad_(False)
+    (splines,) = prior._splines()
+    splines.weight[0] *= -1
+    settle_at_t_max(prior)
+    x = 3 * torch.randn(1, 6, 6, generator=torch.Generator().manual_seed(0)).double()
+    values = curvatures(prior, x, prior.t_hat_range[1])
+    assert values[0] > -1e-12 * values[-1]
 
 
-def test_what_is_convex_is_left_alone():
+def test_the_start_of_training_is_settled_already():
     prior = Prior(Architecture(layers=2)).double().start().requires_grad_(False)
     before = [s.weight.clone() for s in prior._splines()]
-    draw_to_convex(prior)
-    assert make_convex(prior) < 1e-12
+    settle_at_t_max(prior)
     for splines, weight in zip(prior._splines(), before, strict=True):
         assert (splines.weight - weight).abs().max() < 1e-12 * weight.abs().max()

@@ -5,11 +5,10 @@ R_L(·,t) at large t is a matter of measurement.  The Lanczos method finds the s
 ∇²_x R(x,t) from Hessian products alone.  The constant image, which the filters cannot see, is an
 eigenvector to 0 and is left out.
 
-Convexity at t_max can also be had by construction.  R(·,t) is convex if the last potentials are and
-the inner ones are linear.  A spline Σ_l c_l β(x − μ_l) has second derivative Σ_l (Dc)_l β₂ with the second
-differences Dc and β₂ ≥ 0, so Dc ≥ 0 is enough for the one and Dc = 0 for the other.  During training
-:func:`draw_to_convex` goes a step towards this after each step of the optimizer, so that the rest of
-the prior learns around it, and :func:`make_convex` settles what is left at the end.
+Convexity at t_max can also be had by construction: R(·,t) is convex if the last potentials are parabolas
+that open upwards and the inner functions are lines.  That is where the paper sees them tend, and at t_max,
+where noise outweighs the image, it costs little.  :func:`settle_at_t_max` keeps them there, step by
+step of training, so that the rest of the prior learns around it.
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ import torch
 from torch import Tensor
 
 from gncprior.prior import Prior
-from gncprior.splines import Splines, time_basis
-
-MARGIN = 1e-2  # of the mean second difference: the least one that a convex potential is left with
+from gncprior.splines import time_basis
 
 
 @torch.no_grad()
@@ -69,53 +66,27 @@ def smallest_curvature(
 
 
 @torch.no_grad()
-def draw_to_convex(prior: Prior) -> None:
-    """One gradient step of ½‖min(Dc, 0)‖² (last layer) and of ½‖Dc‖² (inner layers) in c at t_max.
+def settle_at_t_max(prior: Prior) -> None:
+    """Replace, at t_max, inner functions by the closest lines and last potentials by the closest parabolas.
 
-    Its length 1/16 is that of the largest eigenvalue of DᵀD, so that it never goes too far.
+    Closest in the coefficients c = Σ_o w_o β_o(t̂_max); the weights change as little as that takes.
+    Parabolas of negative curvature become lines.
     """
     for splines in prior._splines():
-        second = _at_t_max(splines).diff(n=2)
-        wrong = second.clamp(max=0) if splines is prior._splines()[-1] else second
-        padded = torch.nn.functional.pad(wrong, (2, 2))
-        _move_at_t_max(splines, -padded.diff(n=2) / 16)
+        last = splines is prior._splines()[-1]
+        top = torch.tensor([splines.t_grid.high], dtype=torch.float64)
+        basis = time_basis(top, splines.t_grid)[0].to(splines.weight.device)
+        c = torch.einsum("o,jol->jl", basis, splines.weight.double())
+        wanted = _closest(c, splines.x_grid.centres().to(c), degree=2 if last else 1)
+        share = basis / basis.square().sum()
+        splines.weight.add_((share[:, None] * (wanted - c)[:, None, :]).to(splines.weight))
 
 
-@torch.no_grad()
-def make_convex(prior: Prior) -> float:
-    """Convexity at t_max for good; the largest change of a slope, as a part of the largest slope.
-
-    Negative second differences become slightly positive ones in the last layer, and all of them zero
-    in the inner ones; what changes is integrated from the middle of the grid outwards.
-    """
-    largest = 0.0
-    for splines in prior._splines():
-        c = _at_t_max(splines)
-        second = c.diff(n=2)
-        wanted = torch.zeros_like(second)
-        if splines is prior._splines()[-1]:
-            wanted = second.clamp(min=MARGIN * float(second.abs().mean()))
-        slopes = torch.nn.functional.pad((wanted - second).cumsum(1), (1, 0))
-        slopes -= slopes[:, [slopes.shape[1] // 2]]
-        change = torch.nn.functional.pad(slopes.cumsum(1), (1, 0))
-        change -= change[:, [change.shape[1] // 2]]
-        _move_at_t_max(splines, change)
-        largest = max(largest, float(slopes.abs().max() / c.diff().abs().max()))
-    return largest
-
-
-def _at_t_max(splines: Splines) -> Tensor:
-    """The coefficients c of the potentials at t_max: (C, N_x+4), float64."""
-    return torch.einsum("o,jol->jl", _basis(splines), splines.weight.double())
-
-
-def _move_at_t_max(splines: Splines, change: Tensor) -> None:
-    """The smallest change of the weights that adds ``change`` to c."""
-    basis = _basis(splines)
-    share = basis / basis.square().sum()
-    splines.weight.add_((share[:, None] * change[:, None, :]).to(splines.weight))
-
-
-def _basis(splines: Splines) -> Tensor:
-    top = torch.tensor([splines.t_grid.high], dtype=torch.float64, device=splines.weight.device)
-    return time_basis(top, splines.t_grid)[0]
+def _closest(c: Tensor, mu: Tensor, degree: int) -> Tensor:
+    """The polynomials in μ closest to each row of c, without a negative square."""
+    powers, _ = torch.linalg.qr(mu[:, None] ** torch.arange(degree + 1, device=mu.device))
+    parts = c @ powers
+    if degree == 2:  # the third column is μ² made orthogonal to the others
+        sign = torch.sign(powers[-1, 2])
+        parts[:, 2] = sign * (sign * parts[:, 2]).clamp(min=0)
+    return parts @ powers.T

@@ -75,7 +75,7 @@ class Recipe:
     convex: bool = _option(
         False,
         LEARNING,
-        "Keep the energy convex at t_max: convex last potentials, linear inner ones.",
+        "Keep the energy convex at t_max: parabolas in the last layer, lines before.",
     )
     half: bool = _option(
         False, LEARNING, "Inner filters multiply in bfloat16, where the processor can: faster."

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from gncprior.calibration import calibrate
 from gncprior.checkpoints import load_prior, save_prior
-from gncprior.convexity import draw_to_convex, make_convex
+from gncprior.convexity import settle_at_t_max
 from gncprior.datasets import Dataset
 from gncprior.errors import GncpriorError
 from gncprior.gauges import Meter, one_step_psnr
@@ -147,7 +147,7 @@ class State:
             group["lr"] = rate * factor
         self.optimizer.step()
         if self.recipe.convex:
-            draw_to_convex(self.prior)
+            settle_at_t_max(self.prior)
         self.average.update()
         return True
 
@@ -284,8 +284,6 @@ class _Loop:
             "seed": recipe.seed,
             "skipped": self.state.skipped,
         }
-        if recipe.convex:
-            info["convexity"] = {"largest change of a slope at t_max": make_convex(prior)}
         if recipe.calibrate:
             images = self.training.cropped(LARGEST)
             chosen = np.linspace(0, len(images) - 1, min(CALIBRATION_IMAGES, len(images))).round()
