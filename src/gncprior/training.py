@@ -39,8 +39,8 @@ from gncprior.score_matching import ScoreMatching
 from gncprior.workers import Workers, signals
 
 MAX_SKIPPED = 5  # steps in a row without a finite gradient
-CALIBRATION_IMAGES = 40
-LARGEST = 512  # pixels along an edge of images for validation and calibration: enough, and quick
+CALIBRATION_IMAGES, CALIBRATION_SIZE = 40, 256  # and pixels along an edge: enough, and quick
+LARGEST = 512  # pixels along an edge of images for validation
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ class _Loop:
             "skipped": self.state.skipped,
         }
         if recipe.calibrate:
-            images = self.training.cropped(LARGEST)
+            images = self.training.cropped(CALIBRATION_SIZE)
             chosen = np.linspace(0, len(images) - 1, min(CALIBRATION_IMAGES, len(images))).round()
             info["calibration"] = calibrate(prior, [images.tensor(int(k))[0] for k in chosen])
         scores = self._validate(prior)
