@@ -41,15 +41,20 @@ def quiet(done: int, total: int) -> None:
 
 
 def open_priors(names: Sequence[str] = ()) -> dict[str, Prior]:
-    """Label → grey prior; by default those shipped as r1, r2, …"""
+    """Name, or file → grey prior; by default those shipped as r1, r2, …"""
     chosen = list(names) or [name for name in shipped() if re.fullmatch(r"r\d+", name)]
     if not chosen:
         raise GncpriorError("No prior is shipped with this version: name the file of one.")
-    priors = {Path(name).stem: load_prior(name) for name in chosen}
-    for label, prior in priors.items():
+    priors = {name: load_prior(name) for name in chosen}
+    for name, prior in priors.items():
         if prior.architecture.channels != 1:
-            raise GncpriorError(f"The experiments are on grey images, and {label} is for colour.")
+            raise GncpriorError(f"The experiments are on grey images, and {name} is for colour.")
     return priors
+
+
+def label_of(name: str) -> str:
+    """How a prior is called in files and figures: a file without its folder."""
+    return Path(name).stem
 
 
 def title(label: str) -> str:
@@ -59,12 +64,18 @@ def title(label: str) -> str:
 
 
 def learned_schedules(name: str, prior: Prior, task: str, steps: int) -> Schedules | None:
-    """The learned schedules of a prior; None where there are none, or only those of another version."""
-    path = schedules_path(name, task, steps)
-    try:
-        return load_schedules(path, prior) if path.is_file() else None
-    except GncpriorError:
-        return None
+    """The longest learned schedules of a prior with at most ``steps`` steps.
+
+    None where there are none, or only those of another version of the prior.
+    """
+    for count in range(steps, 0, -1):
+        path = schedules_path(name, task, count)
+        if path.is_file():
+            try:
+                return load_schedules(path, prior)
+            except GncpriorError:
+                return None
+    return None
 
 
 # ---------------------------------------------------------------- images
@@ -73,12 +84,11 @@ def learned_schedules(name: str, prior: Prior, task: str, steps: int) -> Schedul
 def pictures(
     data: Path | None = None, limit: int | None = None, quick: bool = False, stride: int = 1
 ) -> Dataset:
-    """Every ``stride``-th of the first ``limit`` images; three small ones if it should be quick."""
+    """The first ``limit`` of every ``stride``-th image; three small ones if it should be quick."""
     if limit is not None and limit < 1:
         raise GncpriorError(f"At least one image is needed, not {limit}.")
     images = _small_pictures() if quick else open_images(data)
-    chosen = slice(0, limit, stride)
-    return Dataset(images.title, images.names[chosen], images.images[chosen])
+    return Dataset(images.title, images.names[::stride][:limit], images.images[::stride][:limit])
 
 
 def _small_pictures(size: int = 48) -> Dataset:

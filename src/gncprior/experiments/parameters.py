@@ -24,7 +24,15 @@ import torch
 from torch import Tensor
 
 from gncprior import plots
-from gncprior.experiments.common import COLORS, Progress, open_priors, pictures, quiet, title
+from gncprior.experiments.common import (
+    COLORS,
+    Progress,
+    label_of,
+    open_priors,
+    pictures,
+    quiet,
+    title,
+)
 from gncprior.filters import convolve
 from gncprior.prior import Prior
 from gncprior.splines import evaluate
@@ -54,14 +62,17 @@ def run(
     side = min(min(CROP, *image.shape[1:]) for image in images.images)
     x = torch.cat([images.cropped(side).tensor(k) for k in range(len(images))])
     models = open_priors(priors)
-    arrays: dict[str, np.ndarray] = {"priors": np.array(list(models)), "images": np.array(len(x))}
-    for number, (label, prior) in enumerate(models.items()):
+    arrays: dict[str, np.ndarray] = {
+        "priors": np.array([label_of(name) for name in models]),
+        "images": np.array(len(x)),
+    }
+    for number, (name, prior) in enumerate(models.items()):
 
         def watch(done: int, total: int, number: int = number) -> None:
             progress(number * total + done, len(models) * total)
 
         facts = measure(prior, x, progress=watch)
-        arrays |= {f"{label}.{key}": value for key, value in facts.items()}
+        arrays |= {f"{label_of(name)}.{key}": value for key, value in facts.items()}
     saved = plots.save_data(out, NAME, arrays)
     return [saved, *draw(plots.load_data(saved), out)]
 
@@ -120,7 +131,7 @@ def departure(x: np.ndarray, y: np.ndarray, degree: int) -> np.ndarray:
     reach = np.abs(x).max(-1, keepdims=True)
     basis = (x / np.where(reach > 0, reach, 1))[..., None] ** np.arange(degree + 1)
     q, _ = np.linalg.qr(basis)
-    rest = y - np.einsum("...pj,...kj,...k->...p", q, q, y)
+    rest = y - (q @ (q.swapaxes(-1, -2) @ y[..., None]))[..., 0]
     variance = np.square(y - y.mean(-1, keepdims=True)).sum(-1)
     return np.square(rest).sum(-1) / np.where(variance > 0, variance, 1)
 
