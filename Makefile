@@ -14,7 +14,7 @@ INPUTS := pyproject.toml setup.py constraints.txt $(NATIVE)
 VENV := .venv/.stamp-venv
 USE := .venv/.stamp-use
 DEV := .venv/.stamp-dev
-FIGURES := mixture parameters
+FIGURES := mixture parameters convexity schedules attainment gallery sampling
 
 help: ## show this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
