@@ -41,7 +41,7 @@ def time_slopes(prior: Prior, images: Sequence[Tensor], t_hats: Tensor, seed: in
 
 @torch.no_grad()
 def calibrate(
-    prior: Prior, images: Sequence[Tensor], points: int = 49, seed: int = 0
+    prior: Prior, images: Sequence[Tensor], points: int = 37, seed: int = 0
 ) -> dict[str, float]:
     """Fit C(t̂) on clean images (C, H, W), add it to the prior, and say how large the mean slope was and is."""
     grid = prior.architecture.t_grid
@@ -109,21 +109,32 @@ def _first_minimum(
     return 0.5 * (above + below), curvature
 
 
-def _time_slope(prior: Prior, images: Sequence[Tensor]) -> Callable[[float], float]:
-    """t̂ ↦ ∂R/∂t̂ of all images; for the paper's one-layer prior a single pass over them serves every t̂."""
+def time_histogram(prior: Prior, images: Sequence[Tensor]) -> Tensor | None:
+    """H with R = ⟨tables(t̂), H⟩ for all images together at every t̂; None where no single pass serves every t̂.
+
+    It serves for the paper's prior of one layer.
+    """
     splines = prior._splines()
     if len(splines) > 1 or splines[0].spread is not None:
-        buffers = Buffers()
-        return lambda t_hat: sum(
-            float(prior.joint_grad(y, t_hat, buffers=buffers)[2]) for y in images
-        )
+        return None
     phi, kernels = splines[0].collapse(prior.times(0.0, 1)), prior.kernels()[0]
     histogram = torch.zeros((), dtype=torch.float64)
     for y in images:
         histogram = histogram + soft_histogram(convolve(y, kernels), phi.inverse_gamma, phi.knots)
+    return histogram
+
+
+def _time_slope(prior: Prior, images: Sequence[Tensor]) -> Callable[[float], float]:
+    """t̂ ↦ ∂R/∂t̂ of all images."""
+    histogram = time_histogram(prior, images)
+    if histogram is None:
+        buffers = Buffers()
+        return lambda t_hat: sum(
+            float(prior.joint_grad(y, t_hat, buffers=buffers)[2]) for y in images
+        )
 
     def slope(t_hat: float) -> float:
-        tables = splines[0].collapse(prior.times(t_hat, 1), derivatives=1).tables[1]
+        tables = prior._splines()[0].collapse(prior.times(t_hat, 1), derivatives=1).tables[1]
         return float((tables.double() * histogram).sum())
 
     return slope

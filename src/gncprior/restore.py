@@ -37,6 +37,7 @@ from gncprior.calibration import joint_noise_level
 from gncprior.checkpoints import SUFFIX, WEIGHTS, load_prior
 from gncprior.errors import GncpriorError
 from gncprior.fidelity import Denoising, Fidelity, Inpainting
+from gncprior.noise_reading import Reading, load, reading_path
 from gncprior.prior import Prior
 from gncprior.schedules import linear, sigma_from_t_hat, t_hat_from_sigma, t_hat_from_t
 from gncprior.solvers import History, solve_scheduled
@@ -49,6 +50,7 @@ Method = Literal["auto", "learned", "scheduled", "tweedie"]
 Progress = Callable[[int, int], None]  # parts done, parts in all
 
 TILE = 2048  # a tile of floats takes 16 MB, and the solver holds some six of them
+GAUGE = "r1"  # the prior that noise levels are estimated with
 TEXTURE = 0.0035  # what texture adds to a noise level on average, nearly the same at every σ
 _ESTIMATE_TILE, _ESTIMATE_TILES = 512, 16  # more pixels make the estimate no better
 
@@ -79,9 +81,7 @@ def denoise(
     result = Pictures(copy_of(image), channel_axis, data_range)
     levels: dict[tuple[int, ...], float] = {}
     for index in pictures:
-        levels[index] = (
-            _estimate(pictures, index, _load("r1"))[0] if sigma is None else float(sigma)
-        )
+        levels[index] = _estimate(pictures, index, *_gauge())[0] if sigma is None else float(sigma)
 
     def solve(index: tuple[int, ...], part: Tile, scheme: Scheme) -> None:
         z = pictures.read(index, part.outer)
@@ -159,8 +159,8 @@ def estimate_sigma(
 ) -> Any:
     """The standard deviation of the noise on the scale [0, 1]; an array for a stack of pictures.
 
-    It is where the energy R(y, t̂) of the prior, the one with one layer unless another is named, has its
-    first minimum from t̂_max downwards.
+    It is read off the terms of the energy R(y, t̂) of the prior with one layer (:mod:`gncprior.noise_reading`);
+    of another prior it is where R(y, ·) has its first minimum from t̂_max downwards.
     """
     return noise_levels(image, channel_axis=channel_axis, data_range=data_range, prior=prior)[0]
 
@@ -172,10 +172,14 @@ def noise_levels(
     data_range: float | None = None,
     prior: str | Path | Prior = "auto",
 ) -> tuple[Any, Any]:
-    """The same with error bars: 1/√(∂²R/∂t̂²), and what texture is usually taken for noise."""
+    """The same with error bars: what the reading was off by where it was learned.
+
+    Without one it is 1/√(∂²R/∂t̂²), and what texture is usually taken for noise.
+    """
     pictures = Pictures(image, channel_axis, data_range)
-    model, _ = _choose("r1" if prior == "auto" else prior, "fast", pictures.colours, DENOISE)
-    found = np.array([_estimate(pictures, index, model) for index in pictures])
+    model, name = _choose(GAUGE if prior == "auto" else prior, "fast", pictures.colours, DENOISE)
+    reading = None if name is None else load(reading_path(name), model)
+    found = np.array([_estimate(pictures, index, model, reading) for index in pictures])
     levels, errors = (found[:, k].reshape(pictures.view.shape[:-3]) for k in (0, 1))
     return (levels, errors) if levels.ndim else (float(levels), float(errors))
 
@@ -328,7 +332,15 @@ def _each_part(
                 progress(k * len(parts) + j + 1, len(indices) * len(parts))
 
 
-def _estimate(pictures: Pictures, index: tuple[int, ...], model: Prior) -> tuple[float, float]:
+def _gauge() -> tuple[Prior, Reading | None]:
+    """What noise levels are estimated with."""
+    model = _load(GAUGE)
+    return model, load(reading_path(GAUGE), model)
+
+
+def _estimate(
+    pictures: Pictures, index: tuple[int, ...], model: Prior, reading: Reading | None
+) -> tuple[float, float]:
     """σ and its error of one picture, from tiles spread over it and all its colours."""
     parts = list(tiles(pictures.size, _ESTIMATE_TILE, 0))
     chosen = parts[:: max(len(parts) // _ESTIMATE_TILES, 1)]
@@ -336,7 +348,12 @@ def _estimate(pictures: Pictures, index: tuple[int, ...], model: Prior) -> tuple
     for part in chosen:
         z = pictures.read(index, part.outer)
         pictures.check_finite(index, part.outer, z)
+        z = z.to(model.filters[0])
         values += list(z[:, None, None]) if model.architecture.channels == 1 else [z[None]]
+    if reading is not None:
+        t_hat, spread = reading.read(model, values)
+        sigma = sigma_from_t_hat(t_hat)
+        return sigma, sigma / 2 * spread
     t_hat, curvature = joint_noise_level(model, values)
     sigma = sigma_from_t_hat(t_hat)
     spread = sigma / 2 / math.sqrt(curvature) if curvature > 0 else 0.0

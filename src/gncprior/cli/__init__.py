@@ -24,6 +24,7 @@ from gncprior.cli import (
     figures,
     info,
     learning,
+    noise,
     restoring,
     schedules,
     shared,
@@ -62,6 +63,7 @@ app.command(restoring.estimate, group=shared.RESTORING)
 app.command(learning.train, group=shared.LEARNING)
 app.command(learning.inspect, group=shared.LEARNING)
 app.command(schedules.learn_schedule, group=shared.LEARNING)
+app.command(noise.learn_noise_level, group=shared.LEARNING)
 app.command(evaluation.evaluate, group=shared.LEARNING)
 app.command(figures.figure)
 

@@ -120,7 +120,7 @@ def evaluate(
                 )
             else:
                 scores = evaluation.estimates(
-                    images, level, model, limit=limit, done=lambda _: advance()
+                    images, level, prior, limit=limit, done=lambda _: advance()
                 )
             reports.append(evaluation.report(scores, {"level": level, **settings}))
     _table(reports)
