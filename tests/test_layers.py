@@ -16,7 +16,7 @@ PACKAGE = Path(gncprior.__file__).parent
 ROOMS = """
     errors buffers adjoint recipes
     schedules mixtures native splines expansions filters arrays images deep_png exif picture_files metrics
-    prior tiles checkpoints sensitivities
+    prior tiles checkpoints sensitivities passes
     fidelity
     solvers unrolled
     tangents score_matching calibration noise_reading convexity optimizers datasets gauges runs workers training

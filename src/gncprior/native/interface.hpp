@@ -135,6 +135,49 @@ GNC_API void gnc_first_layer(const float* x, const float* w, const float* tables
                 {tables, inverse_gamma, knots, filters}, psi.data(), n_sums, grad, sums, threads);
 }
 
+// Tables (image, channel, coefficient, row) from weights (channel, times, knots + 4): of φ of all images
+// and of its derivatives in t̂ of the first `part`.  beta (3, image, 5) belongs to the weights from `first`
+// (image) on.
+GNC_API void gnc_expand(const float* weights, const std::int64_t* first, const float* beta, i64 images,
+                        i64 part, i64 channels, i64 times, int knots, float* value, float* rate,
+                        float* second, int threads) {
+    float* const tables[3] = {value, rate, second};
+    gnc::expand({first, beta, images, channels, times, knots}, weights, part, tables, threads);
+}
+
+// The transpose: the gradient in the weights from those in the tables.
+GNC_API void gnc_contract(const float* tables, const std::int64_t* first, const float* beta, i64 images,
+                          i64 part, i64 channels, i64 times, int knots, const double* value,
+                          const double* rate, const double* second, float* weights, int threads) {
+    const double* const grads[3] = {value, rate, second};
+    gnc::contract({first, beta, images, channels, times, knots}, grads, part, tables, weights, threads);
+}
+
+// The passes of training over the features of a layer; see training.hpp.
+GNC_API void gnc_rates(const float* u, const float* kz, const float* u_dot, const float* tables,
+                       const float* rate_tables, const float* mixed_tables, const float* inverse_gamma,
+                       i64 images, i64 part, i64 channels, i64 pixels, int knots, float w, float* z,
+                       float* h_dot, int threads) {
+    using gnc::Experts;
+    const Experts phi{tables, inverse_gamma, knots, channels};
+    const Experts phi_t{rate_tables, inverse_gamma, knots, channels};
+    const Experts mixed{mixed_tables, inverse_gamma, knots, channels};
+    gnc::rates({u, kz, u_dot, phi, phi_t, mixed, w, images, part, pixels}, z, h_dot, threads);
+}
+
+GNC_API void gnc_adjoints(const float* u, const float* kz, const float* u_dot, const float* tables,
+                          const float* rate_tables, const float* mixed_tables, const float* inverse_gamma,
+                          i64 images, i64 part, i64 channels, i64 pixels, int knots, float w,
+                          const float* outer_a, const float* outer_p, const float* outer_q, float* p,
+                          float* q, double* grads, double* rate_grads, double* second, int threads) {
+    using gnc::Experts;
+    const Experts phi{tables, inverse_gamma, knots, channels};
+    const Experts phi_t{rate_tables, inverse_gamma, knots, channels};
+    const Experts mixed{mixed_tables, inverse_gamma, knots, channels};
+    gnc::adjoints({u, kz, u_dot, phi, phi_t, mixed, w, images, part, pixels}, {outer_a, outer_p, outer_q},
+                  p, q, grads, rate_grads, second, threads);
+}
+
 // The floor that spline kernels are measured against: reads once, writes twice.
 GNC_API void gnc_read_once_write_twice(const float* x, i64 n, float* a, float* b, int threads) {
     using namespace gnc;

@@ -70,6 +70,8 @@ class Scratch {
 
 #include "convolutions.hpp"
 
+#include "training.hpp"
+
 }  // namespace gnc
 
 #include "interface.hpp"

@@ -28,6 +28,7 @@ ENVIRONMENT_VARIABLE = "GNCPRIOR_KERNELS"
 _HERE = Path(__file__).parent
 _POINTER, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _CONVOLUTION: list[type] = [_POINTER, _POINTER, *[_INT64] * 7, _POINTER, _INT, _INT]
+_PASS: list[type] = [*[_POINTER] * 7, *[_INT64] * 4, _INT, ctypes.c_float]
 _SIGNATURES: dict[str, list[type]] = {
     "gnc_evaluate": [*[_POINTER] * 3, *[_INT64] * 3, _INT, _INT, *[_POINTER] * 3, _INT],
     "gnc_scatter": [*[_POINTER] * 3, *[_INT64] * 3, _INT, _INT, _POINTER, _INT],
@@ -35,6 +36,10 @@ _SIGNATURES: dict[str, list[type]] = {
     "gnc_convolve_transpose": _CONVOLUTION,
     "gnc_weight_grad": _CONVOLUTION,
     "gnc_first_layer": [*[_POINTER] * 5, *[_INT64] * 7, _INT, _INT, _POINTER, _POINTER, _INT],
+    "gnc_expand": [*[_POINTER] * 3, *[_INT64] * 4, _INT, *[_POINTER] * 3, _INT],
+    "gnc_contract": [*[_POINTER] * 3, *[_INT64] * 4, _INT, *[_POINTER] * 4, _INT],
+    "gnc_rates": [*_PASS, *[_POINTER] * 2, _INT],
+    "gnc_adjoints": [*_PASS, *[_POINTER] * 8, _INT],
     "gnc_read_once_write_twice": [_POINTER, _INT64, _POINTER, _POINTER, _INT],
     "gnc_local_bases": [*[_POINTER] * 3, *[_INT64] * 3, _INT, _POINTER, _POINTER, _INT],
 }

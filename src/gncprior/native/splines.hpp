@@ -4,6 +4,11 @@
 // coefficient: a[k][row].  Row 1 + i serves z ∈ [i − ½, i + ½], row 0 all z < 0 and row N + 1 all
 // z > N − 1, where z = x/γ + (N − 1)/2.  The value is Σ_k a_k s^k with s = z − clamp(round z).
 
+// The innermost parts are inlined and the loops around them are not, wherever they are called from: in a
+// large source the compiler would else choose, and with it how products and sums are rounded.
+#define ALWAYS_INLINE __attribute__((always_inline))
+#define NEVER_INLINE __attribute__((noinline))
+
 constexpr int ORDER = 5;
 constexpr int REGISTER_ROWS = 64;  // rows that the AVX-512 look-up keeps in registers
 
@@ -42,7 +47,7 @@ inline Place place(const Table& t, float x) {
 template <class V>
 struct Jet {
     V p, d, dd;
-    Jet(V a0, V a1, V a2, V a3, V a4, V s) {
+    ALWAYS_INLINE Jet(V a0, V a1, V a2, V a3, V a4, V s) {
         p = a4;
         d = p;
         p = p * s + a3;
@@ -87,17 +92,17 @@ inline void evaluate_scalar(const Table& t, const float* x, i64 n, Outputs out) 
 // 64 rows of one coefficient in four registers; a look-up is two permutes and a blend.
 struct RegisterColumn {
     __m512 a, b, c, d;
-    explicit RegisterColumn(const float* p)
+    ALWAYS_INLINE explicit RegisterColumn(const float* p)
         : a(_mm512_load_ps(p)), b(_mm512_load_ps(p + 16)), c(_mm512_load_ps(p + 32)),
           d(_mm512_load_ps(p + 48)) {}
-    __m512 operator()(__m512i row, __mmask16 high) const {
+    ALWAYS_INLINE __m512 operator()(__m512i row, __mmask16 high) const {
         return _mm512_mask_blend_ps(high, _mm512_permutex2var_ps(a, row, b),
                                     _mm512_permutex2var_ps(c, row, d));
     }
 };
 
 template <bool P, bool D, bool DD, bool STREAM>
-void evaluate_registers(const Table& t, const float* x, i64 n, Outputs out) {
+NEVER_INLINE void evaluate_registers(const Table& t, const float* x, i64 n, Outputs out) {
     const RegisterColumn a0(t.padded[0]), a1(t.padded[1]), a2(t.padded[2]), a3(t.padded[3]),
         a4(t.padded[4]);
     const float* tail = t.a + t.knots + 1;
@@ -105,7 +110,8 @@ void evaluate_registers(const Table& t, const float* x, i64 n, Outputs out) {
     const __m512 gain2 = _mm512_set1_ps(2.0f * t.inverse_gamma * t.inverse_gamma);
     const __m512 last = _mm512_set1_ps(static_cast<float>(t.knots - 1));
     const __m512 middle = _mm512_set1_ps(0.5f * static_cast<float>(t.knots - 1));
-    auto sixteen = [&](__m512 argument, __m512& value, __m512& slope, __m512& curvature) {
+    auto sixteen = [&](__m512 argument, __m512& value, __m512& slope,
+                       __m512& curvature) ALWAYS_INLINE {
         const __m512 z = _mm512_fmadd_ps(argument, gain, middle);
         // max returns its second operand for NaN, so the row is always a legal one
         const __m512 inside = _mm512_min_ps(_mm512_max_ps(z, _mm512_setzero_ps()), last);
@@ -157,7 +163,7 @@ void evaluate_registers(const Table& t, const float* x, i64 n, Outputs out) {
 #elif defined(__AVX2__)
 
 template <bool P, bool D, bool DD>
-void evaluate_gather(const Table& t, const float* x, i64 n, Outputs out) {
+NEVER_INLINE void evaluate_gather(const Table& t, const float* x, i64 n, Outputs out) {
     const __m256 gain = _mm256_set1_ps(t.inverse_gamma);
     const __m256 gain2 = _mm256_set1_ps(2.0f * t.inverse_gamma * t.inverse_gamma);
     const __m256 last = _mm256_set1_ps(static_cast<float>(t.knots - 1));
@@ -242,16 +248,45 @@ class Moments {
   public:
     explicit Moments(int rows) : rows_(rows), copies_(static_cast<std::size_t>(4 * rows)) {}
 
-    void add(const Table& t, const float* x, const float* g, i64 n) {
+    NEVER_INLINE void add(const Table& t, const float* x, const float* g, i64 n) {
         i64 i = 0;
 #if defined(__AVX2__)
-        for (; i + 8 <= n; i += 8) add_eight(t, x + i, g ? g + i : nullptr);
+        for (; i + 8 <= n; i += 8) add_powers(t, x + i, g ? g + i : nullptr);
 #endif
         for (; i < n; ++i) {
             const Place at = place(t, x[i]);
             float power = g ? g[i] : 1.0f;
             float* sum = reinterpret_cast<float*>(&sum_of(at.row, static_cast<int>(i)));
             for (int k = 0; k < ORDER; ++k, power *= at.s) sum[k] += power;
+        }
+    }
+
+    // Σ_i g_i s_i^k + b_i (s_i^k)' + c_i (s_i^k)'': what a table gets from weights g of the function, b of
+    // its slope and c of its curvature, both derivatives in s; null counts as zero.
+    NEVER_INLINE void add_jet(const Table& t, const float* x, const float* g, const float* b, const float* c, i64 n) {
+        i64 i = 0;
+#if defined(__AVX2__)
+        for (; i + 8 <= n; i += 8) {
+            const EightPlaces at(t, x + i);
+            auto weight = [i](const float* p) { return p ? _mm256_loadu_ps(p + i) : _mm256_setzero_ps(); };
+            const __m256 s = at.s, g0 = weight(g), b0 = weight(b);
+            const __m256 c0 = 2.0f * weight(c), c1 = c0 * s, c2 = c1 * s;
+            const __m256 b1 = b0 * s, b2 = b1 * s, b3 = b2 * s;
+            const __m256 g1 = g0 * s, g2 = g1 * s, g3 = g2 * s, g4 = g3 * s;
+            add_eight(at, g0, g1 + b0, g2 + 2.0f * b1 + c0, g3 + 3.0f * (b2 + c1),
+                      g4 + 4.0f * b3 + 6.0f * c2);
+        }
+#endif
+        for (; i < n; ++i) {
+            const Place at = place(t, x[i]);
+            const float s = at.s, s2 = s * s, s3 = s2 * s;
+            const float g0 = g ? g[i] : 0.0f, b0 = b ? b[i] : 0.0f, c0 = c ? 2 * c[i] : 0.0f;
+            float* sum = reinterpret_cast<float*>(&sum_of(at.row, static_cast<int>(i)));
+            sum[0] += g0;
+            sum[1] += g0 * s + b0;
+            sum[2] += g0 * s2 + 2 * b0 * s + c0;
+            sum[3] += g0 * s3 + 3 * (b0 * s2 + c0 * s);
+            sum[4] += g0 * s2 * s2 + 4 * b0 * s3 + 6 * c0 * s2;
         }
     }
 
@@ -276,22 +311,35 @@ class Moments {
     }
 
 #if defined(__AVX2__)
-    // The powers g, gs, … gs⁴ of eight pixels, turned round so that those of a pixel stand together.
-    void add_eight(const Table& t, const float* x, const float* g) {
-        const __m256 last = _mm256_set1_ps(static_cast<float>(t.knots - 1)), zero = _mm256_setzero_ps();
-        const __m256 z = _mm256_fmadd_ps(_mm256_loadu_ps(x), _mm256_set1_ps(t.inverse_gamma),
-                                         _mm256_set1_ps(0.5f * static_cast<float>(t.knots - 1)));
-        const __m256i knot = _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(z, zero), last));
-        const __m256 s = _mm256_sub_ps(z, _mm256_cvtepi32_ps(knot));
-        const __m256i below = _mm256_castps_si256(_mm256_cmp_ps(z, zero, _CMP_LT_OQ));
-        const __m256i above = _mm256_castps_si256(_mm256_cmp_ps(z, last, _CMP_GT_OQ));
+    struct EightPlaces {
+        __m256 s;
         alignas(32) int row[8];
-        _mm256_store_si256(reinterpret_cast<__m256i*>(row),
-                           _mm256_sub_epi32(_mm256_add_epi32(
-                               _mm256_add_epi32(knot, _mm256_set1_epi32(1)), below), above));
+        ALWAYS_INLINE EightPlaces(const Table& t, const float* x) {
+            const __m256 last = _mm256_set1_ps(static_cast<float>(t.knots - 1)), zero = _mm256_setzero_ps();
+            const __m256 z = _mm256_fmadd_ps(_mm256_loadu_ps(x), _mm256_set1_ps(t.inverse_gamma),
+                                             _mm256_set1_ps(0.5f * static_cast<float>(t.knots - 1)));
+            const __m256i knot = _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(z, zero), last));
+            s = _mm256_sub_ps(z, _mm256_cvtepi32_ps(knot));
+            const __m256i below = _mm256_castps_si256(_mm256_cmp_ps(z, zero, _CMP_LT_OQ));
+            const __m256i above = _mm256_castps_si256(_mm256_cmp_ps(z, last, _CMP_GT_OQ));
+            _mm256_store_si256(reinterpret_cast<__m256i*>(row),
+                               _mm256_sub_epi32(_mm256_add_epi32(
+                                   _mm256_add_epi32(knot, _mm256_set1_epi32(1)), below), above));
+        }
+    };
+
+    ALWAYS_INLINE void add_powers(const Table& t, const float* x, const float* g) {
+        const EightPlaces at(t, x);
         const __m256 p0 = g ? _mm256_loadu_ps(g) : _mm256_set1_ps(1.0f);
-        const __m256 p1 = _mm256_mul_ps(p0, s), p2 = _mm256_mul_ps(p1, s);
-        const __m256 p3 = _mm256_mul_ps(p2, s), p4 = _mm256_mul_ps(p3, s);
+        const __m256 p1 = _mm256_mul_ps(p0, at.s), p2 = _mm256_mul_ps(p1, at.s);
+        const __m256 p3 = _mm256_mul_ps(p2, at.s), p4 = _mm256_mul_ps(p3, at.s);
+        add_eight(at, p0, p1, p2, p3, p4);
+    }
+
+    // The five numbers of eight pixels, turned round so that those of a pixel stand together.
+    ALWAYS_INLINE void add_eight(const EightPlaces& at, __m256 p0, __m256 p1, __m256 p2, __m256 p3, __m256 p4) {
+        const __m256 zero = _mm256_setzero_ps();
+        const int* row = at.row;
         const __m256 a = _mm256_unpacklo_ps(p0, p1), b = _mm256_unpackhi_ps(p0, p1);
         const __m256 c = _mm256_unpacklo_ps(p2, p3), d = _mm256_unpackhi_ps(p2, p3);
         const __m256 e = _mm256_unpacklo_ps(p4, zero), f = _mm256_unpackhi_ps(p4, zero);
