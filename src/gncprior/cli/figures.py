@@ -113,7 +113,7 @@ def schedules(
     """Energy and PSNR after every step of predefined, joint and learned smoothing.
 
     Denoising at σ = 0.1 in 30 steps, means over BSDS68. The energy is R + D at the smallest t, in nats per
-    pixel above the lowest that was reached. A prior without learned schedule has two curves.
+    pixel. A prior without learned schedule has two curves.
 
     **Example:** `gncprior figure schedules --priors r1,r3 --limit 8 --data pictures`
     """

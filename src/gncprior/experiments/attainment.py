@@ -210,7 +210,7 @@ def _draw_pair(
             )
             ax.set_title(f"{scheme}: {map_[row, column]:.2f} dB at the ring")
         else:
-            if map_.min() < 0.9 < map_.max():
+            if map_.min() < 0.9 < map_.max() and min(map_.shape) > 3:
                 ax.contour(steps, t_0, map_, [0.9], colors=plots.VERMILLION, linewidths=1.4)
             ax.set_title(f"{scheme}")
         ax.set(xscale="log", yscale="log")

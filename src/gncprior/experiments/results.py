@@ -58,7 +58,7 @@ CAPTIONS = {
     "attainment-r1": "Share of images that attain their lowest energy, and mean PSNR, over the first "
     "smoothing t_0 and the number of steps I. Attained: of the way from the energy of z down to the lowest "
     "found for the image in any cell, at most 1 % is missing; the energy is R + D at t_min.",
-    "schedules": "Energy at t_min above the lowest reached, and PSNR, after every step; dots mark the "
+    "schedules": "Energy R + D at t_min, and PSNR, after every step, means over the images; dots mark the "
     "highest PSNR.",
     "gallery": "Noisy at σ = 0.1, and with 80 % of the pixels missing; restored; original. PSNR is of the "
     "whole image.",

@@ -8,6 +8,8 @@ whose law tends to the density exp(−R(·, t̂)) as δ → 0; at the end one st
 the last noise off.  For a Gaussian of variance v the law after every step is known: Gaussian, with
 variance s ← (1 − δ/v)² s + 2δ.
 
+Learned energies need not grow in every direction: far from images, where they were never trained, they
+may fall without end.  So x is kept where images with noise of variance t are, in [−3√t, 1 + 3√t].
 R does not see a constant added to a picture, so pictures are drawn with mean ½.  Beside them is the
 density of the difference of neighbours, in the samples and in real images: heavy tails are edges.
 """
@@ -33,7 +35,7 @@ from gncprior.experiments.common import (
     title,
 )
 from gncprior.prior import Prior
-from gncprior.schedules import linear, t_from_t_hat
+from gncprior.schedules import linear, sigma_from_t_hat, t_from_t_hat
 
 NAME = "sampling"
 SAMPLES = 4
@@ -56,7 +58,7 @@ def run(
     """Draw samples of every prior, save them, and draw them once more, as a picture."""
     images = pictures(data, limit, quick)
     models = open_priors(priors)
-    levels, repeats, size = (8, 2, 24) if quick else (LEVELS, REPEATS, SIZE)
+    levels, repeats, size = (30, 10, 24) if quick else (LEVELS, REPEATS, SIZE)
     arrays: dict[str, np.ndarray] = {
         "priors": np.array([label_of(name) for name in models]),
         "title": np.array(images.title),
@@ -87,14 +89,19 @@ def langevin(
     repeats: int,
     rate: float = RATE,
     generator: torch.Generator | None = None,
+    keep: Callable[[Tensor, float], Tensor] | None = None,
     look: Callable[[int, Tensor], None] | None = None,
 ) -> Tensor:
-    """Annealed Langevin steps from x, ``repeats`` at every t̂; ``look(i, x)`` is told after those of t̂_i."""
+    """Annealed Langevin steps from x, ``repeats`` at every t̂.
+
+    ``keep(x, t̂)`` is the projection onto where x may be; ``look(i, x)`` is told after the steps of t̂_i.
+    """
     for i, t_hat in enumerate(t_hats):
         delta = rate * t_from_t_hat(t_hat)
         for _ in range(repeats):
             noise = torch.randn(x.shape, dtype=x.dtype, generator=generator)
             x = x - delta * grad(x, t_hat) + (2 * delta) ** 0.5 * noise
+            x = x if keep is None else keep(x, t_hat)
         if look is not None:
             look(i, x)
     return x
@@ -117,13 +124,27 @@ def sample(
         progress(i + 1, levels)
 
     start = 0.5 + t_from_t_hat(high) ** 0.5 * start
-    x = langevin(prior.grad, start, t_hats, repeats=repeats, generator=generator, look=look)
+    x = langevin(
+        prior.grad,
+        start,
+        t_hats,
+        repeats=repeats,
+        generator=generator,
+        keep=among_images,
+        look=look,
+    )
     x = x - t_from_t_hat(low) * prior.grad(x, low)
     return {
         "samples": _centred(x)[:, 0].numpy(),
         "snapshots": torch.cat(snapshots)[:, 0].numpy(),
         "t": np.exp([t_hats[i] for i in shown]),
     }
+
+
+def among_images(x: Tensor, t_hat: float) -> Tensor:
+    """x clamped to [−3√t, 1 + 3√t]."""
+    reach = 3 * sigma_from_t_hat(t_hat)
+    return x.clamp(-reach, 1 + reach)
 
 
 def _centred(x: Tensor) -> Tensor:
@@ -169,7 +190,7 @@ def draw(data: dict[str, np.ndarray], out: Path) -> list[Path]:
             shown = str(data["title"]) if name == "images" else title(name)
             ax.semilogy(middle[seen], density[seen], color=color, label=shown)
         ax.set(xlabel="difference of neighbours", ylabel="density")
-        ax.legend(frameon=False)
+        ax.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
         return plots.save_figure(fig, out, NAME)
 
 

@@ -2,9 +2,8 @@
 
 Denoising at σ = 0.1 by 30 steps: predefined (t̂ linear from log σ² to t̂_min), joint (from the same t̂) and
 learned.  The energy is E(x_i) = R(x_i, t_min) + D(z, x_i), the one that graduated non-convexity is after,
-whatever t̂ a scheme has come to; it is drawn in nats per pixel above the lowest that any of the
-schemes reached for the image.  Where a prior has no learned schedule of 30 steps, its longest shorter
-one is drawn, or none.
+whatever t̂ a scheme has come to, in nats per pixel.  Where a prior has no learned schedule of 30 steps,
+its longest shorter one is drawn, or none.
 """
 
 from __future__ import annotations
@@ -142,22 +141,19 @@ def draw(data: dict[str, np.ndarray], out: Path) -> list[Path]:
             if right is not rows[0, 1]:
                 right.sharey(rows[0, 1])
             known = [s for s in SCHEMES if f"{label}.{s}.energy" in data]
-            lowest = np.min([data[f"{label}.{s}.energy"].min(0) for s in known], axis=0)
             for scheme in known:
                 energy, score = (data[f"{label}.{scheme}.{key}"] for key in ("energy", "psnr"))
                 step = np.arange(len(energy))
                 name = scheme if len(step) == STEPS + 1 else f"{scheme}, $I={len(step) - 1}$"
                 style = {"color": SCHEMES[scheme], "label": name}
-                left.plot(step, (energy - lowest).mean(1), **style)
+                left.plot(step, energy.mean(1), **style)
                 mean = score.mean(1)
                 right.plot(step, mean, **style)
                 best = int(mean.argmax())
                 right.plot(best, mean[best], "o", markersize=4, color=SCHEMES[scheme])
             if "learned" not in known:
                 left.plot([], [], " ", label="(no learned schedule)")
-            left.set(
-                yscale="log", title=title(label), ylabel="energy above the lowest\n(nats / pixel)"
-            )
+            left.set(title=title(label), ylabel="energy at $t_{min}$\n(nats / pixel)")
             right.set(title=title(label), ylabel="PSNR (dB)")
             left.legend(frameon=False)
         for ax in rows[-1]:
