@@ -99,7 +99,7 @@ class Tangents:
                 weight = None if layer.adjoint is None else layer.adjoint[:part]
                 inverse, knots = layer.phi.inverse_gamma[:part], layer.phi.knots
                 layer.mass = soft_histogram(layer.u[:part], inverse, knots, weight)
-                dt += _product(layer.phi.tables[1], layer.mass)
+                dt += self._product(layer.phi.tables[1], layer.mass)
             if i:
                 below = layers[i - 1]
                 below.adjoint = self._buffers.get(f"adjoint {i - 1}", below.u.shape, y)
@@ -127,7 +127,9 @@ class Tangents:
             mixed = None
             if part:
                 _, first, second = layer.phi.tables
-                mixed = alpha[:, None, None, None].to(v.dtype) * first - w * second
+                mixed = self._buffers.get(f"mixed {i}", first.shape, first)
+                torch.mul(first, alpha[:, None, None, None].to(v.dtype), out=mixed)
+                mixed.sub_(second, alpha=w)
             u_dot = moved[images:] if i and part else None
             layer.rates = Pass(layer.u, moved[:images], u_dot, layer.phi, mixed, w)
             if above is not None:
@@ -145,8 +147,10 @@ class Tangents:
             of = adjoints(layer.rates, layer.adjoint, outer_p, outer_q, p, q)
             grads = [of.value]
             if layer.mass is not None:
-                grads += [alpha[:, None, None, None] * layer.mass, -w * layer.mass]
-                second += _product(layer.phi.tables[2], layer.mass)
+                second += self._product(layer.phi.tables[2], layer.mass)
+                of_rate = self._buffers.get("of rate", layer.mass.shape, layer.mass)
+                torch.mul(layer.mass, alpha[:, None, None, None], out=of_rate)
+                grads += [of_rate, layer.mass.mul_(-w)]
             if of.rate is not None:
                 grads[1] += of.rate
             if of.second is not None:
@@ -161,6 +165,11 @@ class Tangents:
                 convolve_transpose_into(layer.outputs[images:], layer.kernel, outer, layer.half)
                 outer_p, outer_q = outer[part:], outer[:part] if part else None
         return second
+
+    def _product(self, tables: Tensor, moments: Tensor) -> Tensor:
+        """⟨T, M⟩ of every image."""
+        product = self._buffers.get("product", moments.shape, moments)
+        return torch.mul(tables[: len(moments)], moments, out=product).sum((1, 2, 3))
 
     def _layer(self, i: int, kernel: Tensor, phi: Expansion, y: Tensor) -> _Layer:
         images, filters = len(y), kernel.shape[0]
@@ -177,11 +186,6 @@ class Tangents:
             u=memory("u", images),
             half=self.half and i > 0,
         )
-
-
-def _product(tables: Tensor, moments: Tensor) -> Tensor:
-    """⟨T, M⟩ of every image."""
-    return (tables[: len(moments)] * moments).sum((1, 2, 3))
 
 
 def _add(parameter: Tensor, grad: Tensor) -> None:
