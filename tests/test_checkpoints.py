@@ -241,3 +241,14 @@ def test_the_header_can_be_read_by_anyone(saved):
     (length,) = struct.unpack("<Q", data[:8])
     metadata = json.loads(data[8 : 8 + length])["__metadata__"]
     assert json.loads(metadata["gncprior"])["architecture"] == dataclasses.asdict(SMALL)
+
+
+def test_what_was_read_does_not_change_with_the_file(tmp_path):
+    path = tmp_path / "p.safetensors"
+    save_prior(path, Prior(Architecture(filters=4, first_size=3)).start())
+    prior = load_prior(path)
+    before = {name: tensor.clone() for name, tensor in prior.state_dict().items()}
+    with path.open("r+b") as file:  # in place, as cp does
+        file.write(b"\xff" * path.stat().st_size)
+    for name, tensor in prior.state_dict().items():
+        assert torch.equal(tensor, before[name])

@@ -83,7 +83,9 @@ def read_tensors(path: Path | str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
+            # copies: the tensors of safetensors are the file itself, and change when it is overwritten
+            names = file.keys()
+            tensors = {name: file.get_tensor(name).clone() for name in names}
     except FileNotFoundError:
         raise GncpriorError(f"There is no file {path}.") from None
     except OSError as error:
