@@ -174,7 +174,7 @@ def attainment(
     """Who reaches the lowest energy, and with what PSNR, over the first smoothing t_0 and the steps I.
 
     Predefined beside joint smoothing, denoising at σ = 0.1 and 80 % of the pixels missing. An image has
-    attained its lowest energy where at most 1 % of the way down to it is missing. One figure for every
+    attained its lowest energy where at most 2 % of the way down to it is missing. One figure for every
     prior; those of more than one layer get every eighth image.
 
     **Example:** `gncprior figure attainment --priors r1 --data pictures`
