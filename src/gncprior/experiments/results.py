@@ -40,7 +40,8 @@ METHODS = {
     "learned": "learned",
     BM3D: BM3D,
 }
-# Steps and t_0 of the schemes that are not learned; of those tried on validation images.
+# Steps and t_0 of the schemes that are not learned: a first guess, from six crops of BSDS68 itself. They
+# are to be chosen on the validation images (`gncprior evaluate --set val`).
 CHOICES = {
     (DENOISE, "scheduled"): "--steps 10 --t0 1",
     (DENOISE, "joint"): "--steps 10",
