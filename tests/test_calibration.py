@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gncprior.calibration import calibrate, noise_level, time_slopes
+from gncprior.calibration import calibrate, centre, noise_level, time_slopes
 from gncprior.prior import Architecture, Prior
 
 
@@ -33,6 +33,37 @@ def test_calibration_makes_the_mean_time_slope_vanish_and_keeps_the_gradient(lay
     assert fresh.abs().max() < 0.03
     after = prior.grad(y, -3.0)
     assert (after - before).abs().max() < 1e-4 * before.abs().max()
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(("channels", "x_knots"), [(1, 21), (3, 22)])
+def test_centred_potentials_leave_flat_pictures_alone_and_change_the_border_only(
+    scaled, channels, x_knots
+):
+    generator = torch.Generator().manual_seed(0)
+    architecture = Architecture(channels=channels, filters=5, x_knots=x_knots, scaled=scaled)
+    prior = Prior(architecture).double().start().requires_grad_(False)
+    prior.splines[0].weight.copy_(
+        torch.randn(prior.splines[0].weight.shape, generator=generator, dtype=torch.float64)
+    )
+    colour = torch.rand(1, channels, 1, 1, generator=generator, dtype=torch.float64)
+    flat = colour.expand(1, channels, 20, 24).contiguous()
+    x = flat + 0.1 * torch.randn(flat.shape, generator=generator, dtype=torch.float64)
+    t_hats = (-8.0, -3.0, -0.5)
+    pulls = [prior.grad(flat, t_hat).abs().max() for t_hat in t_hats]
+    before = prior.grad(x, -3.0)
+    centre(prior)
+    for t_hat, pull in zip(t_hats, pulls, strict=True):
+        assert prior.grad(flat, t_hat).abs().max() < 1e-9 * pull
+    inside = (..., slice(6, -6), slice(6, -6))
+    torch.testing.assert_close(prior.grad(x, -3.0)[inside], before[inside], rtol=0, atol=1e-10)
+
+
+def test_deeper_priors_are_not_centred():
+    prior = quadratic_prior(2)
+    before = prior.splines[1].weight.clone()
+    centre(prior)
+    assert torch.equal(prior.splines[1].weight, before)
 
 
 @pytest.mark.parametrize("scaled", [False, True])

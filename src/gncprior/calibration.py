@@ -8,6 +8,10 @@ the feature, C(t̂), is chosen such that
 .. math:: C'(\hat t) = −E\, ∂_{\hat t}R(y,\hat t)\,/\,\text{pixels},
 
 per pixel, so that it holds at every image size, and without any change of ∇_x R.
+
+With one layer the part of the potentials that is linear in the feature is as free: Σ_p (K x)_p = ⟨Kᵀ1, x⟩,
+and Kᵀ1 = 0 for zero-mean filters but for a border as wide as they are, where it pulls at every picture, a
+flat one too.  :func:`centre` takes it off.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from torch import Tensor
 from gncprior.buffers import Buffers
 from gncprior.filters import convolve
 from gncprior.prior import Prior
-from gncprior.splines import soft_histogram, time_basis
+from gncprior.splines import BASIS, ORDER, soft_histogram, time_basis
 
 
 @torch.no_grad()
@@ -37,6 +41,28 @@ def time_slopes(prior: Prior, images: Sequence[Tensor], t_hats: Tensor, seed: in
             _, _, slope = prior.joint_grad(x + math.exp(t_hat / 2) * noise, t_hat)
             slopes[i, j] = float(slope) / (x.shape[2] * x.shape[3])
     return slopes
+
+
+@torch.no_grad()
+def centre(prior: Prior) -> None:
+    """Make ∂φ/∂u(0, t̂) = 0 at every t̂ in a prior of one layer: flat pictures become stationary points.
+
+    With more layers the linear part of the last potentials is one of the energy, and is left alone.
+    """
+    splines = prior._splines()
+    if len(splines) > 1:
+        return
+    weight, grid = splines[0].weight, splines[0].x_grid
+    middle = (grid.knots - 1) / 2  # where u = 0 is among the knots: on one, or half-way
+    knot = int(middle)
+    s = middle - knot
+    taps = torch.tensor(
+        [sum(k * BASIS[k][m] * s ** (k - 1) for k in range(1, ORDER)) for m in range(ORDER)],
+        dtype=torch.float64,
+    ).to(weight)
+    near = weight[..., knot : knot + ORDER]
+    slope = (near * taps).sum(-1, keepdim=True) / grid.gamma
+    weight.sub_(slope * grid.centres().to(weight))  # Σ μ_l β_l(u) = u
 
 
 @torch.no_grad()

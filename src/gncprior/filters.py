@@ -145,10 +145,10 @@ def weight_grad_into(x: Tensor, r: Tensor, out: Tensor, half: bool = False) -> T
 
 
 def dct_filters(size: Size, channels: int = 1) -> Tensor:
-    """The orthonormal 2-D DCT basis without its constant filter: (kh·kw·channels − 1, channels, kh, kw).
+    """The orthonormal 2-D DCT basis without its constant filters: ((kh·kw − 1)·channels, channels, kh, kw).
 
-    For colour the channels are transformed too (grey, then two differences), so that the one filter
-    left out is the constant grey one.
+    For colour the channels are transformed too (grey, then two differences), and what is constant in
+    space is left out of each.
     """
 
     def basis(n: int) -> Tensor:
@@ -164,10 +164,11 @@ def dct_filters(size: Size, channels: int = 1) -> Tensor:
         + torch.arange(size[1])[None, :, None] ** 2
         + torch.arange(channels)[None, None, :] * 0.5
     )
-    order = frequency.flatten().argsort(stable=True)  # low frequencies first
-    return filters.reshape(-1, channels, *size)[order][1:]
+    filters = filters.reshape(-1, channels, *size)[channels:]  # the first have q = r = 0
+    order = frequency.flatten()[channels:].argsort(stable=True)  # low frequencies first
+    return filters[order]
 
 
 def zero_mean(w: Tensor) -> Tensor:
-    """Filters made blind to a constant image."""
-    return w - w.mean(dim=(1, 2, 3), keepdim=True)
+    """Filters made blind to a constant in every channel: to a grey, or to a colour."""
+    return w - w.mean(dim=(2, 3), keepdim=True)

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gncprior.calibration import calibrate
+from gncprior.calibration import calibrate, centre
 from gncprior.checkpoints import load_prior, save_prior
 from gncprior.convexity import settle_at_t_max
 from gncprior.datasets import Dataset
@@ -275,7 +275,7 @@ class _Loop:
         return None
 
     def finish(self, run: RunFolder) -> Outcome:
-        """Calibrate the averaged weights, score them and write the prior."""
+        """Centre and calibrate the averaged weights, score them and write the prior."""
         recipe, prior = self.state.recipe, self.state.averaged()
         info: Event = {
             "recipe": dataclasses.asdict(recipe),
@@ -285,6 +285,7 @@ class _Loop:
             "skipped": self.state.skipped,
         }
         if recipe.calibrate:
+            centre(prior)
             images = self.training.cropped(CALIBRATION_SIZE)
             chosen = np.linspace(0, len(images) - 1, min(CALIBRATION_IMAGES, len(images))).round()
             info["calibration"] = calibrate(prior, [images.tensor(int(k))[0] for k in chosen])
