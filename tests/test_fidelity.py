@@ -35,6 +35,16 @@ terms = pytest.mark.parametrize("make", TERMS.values(), ids=TERMS)
 taus = pytest.mark.parametrize("tau", TAUS, ids=["0.05", "3", "per image"])
 
 
+def test_iterations_start_from_what_is_observed_and_its_mean():
+    z = random(2)
+    assert torch.equal(Denoising(z, 0.3).start(), z)
+    x = Inpainting(z, MASK).start()
+    assert torch.equal(x[~MASK], z[~MASK])
+    mean = z[1, 2][~MASK[1, 2]].mean()
+    torch.testing.assert_close(x[1, 2][MASK[1, 2]], mean.expand(int(MASK[1, 2].sum())))
+    torch.testing.assert_close(Inpainting(z + 7, MASK).start(), x + 7)
+
+
 @terms
 @taus
 def test_prox_minimises(make, tau):

@@ -143,11 +143,11 @@ def restoration(
             return tweedie(prior, z, level)
         fidelity = Denoising(z, level) if mask is None else Inpainting(z, mask)
         if method == "joint":
-            return solve_joint(prior, fidelity, z, t_hat0, max_iter=steps).x
+            return solve_joint(prior, fidelity, fidelity.start(), t_hat0, max_iter=steps).x
         if learned is not None:
-            return unroll(prior, fidelity, z, learned.at(level))
+            return unroll(prior, fidelity, fidelity.start(), learned.at(level))
         t_hats = schedules.linear(min(max(t_hat0, low), high), low, steps)
-        return solve_scheduled(prior, fidelity, z, t_hats).x
+        return solve_scheduled(prior, fidelity, fidelity.start(), t_hats).x
 
     return restore
 

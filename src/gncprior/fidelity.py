@@ -47,6 +47,10 @@ class Denoising:
         self.z = _observation(z)
         self.precision = 1 / _noise_level(sigma, z).square()  # 1/σ²
 
+    def start(self) -> Tensor:
+        """x_0 = z."""
+        return self.z
+
     def value(self, x: Tensor) -> Tensor:
         return _total((x - self.z).square() * self.precision) / 2
 
@@ -83,6 +87,15 @@ class Inpainting:
     def __init__(self, z: Tensor, mask: Tensor) -> None:
         self.mask = _mask(mask, z)
         self.z = _observation(z.masked_fill(self.mask, 0))
+
+    def start(self) -> Tensor:
+        """x_0: what is observed, and its mean in every channel elsewhere.
+
+        For a prior that does not see a constant added to the image, it is x_0 = z of the image with its
+        mean taken off, and what comes out moves along with whatever is added to z.
+        """
+        mean = self.z.sum((2, 3), keepdim=True) / (~self.mask).sum((2, 3), keepdim=True).clamp(1)
+        return torch.where(self.mask, mean, self.z)
 
     def value(self, x: Tensor) -> Tensor:
         agrees = (self.mask | (x == self.z)).flatten(1).all(1)

@@ -24,7 +24,7 @@ import functools
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -142,9 +142,7 @@ def inpaint(
 
     def scheme(index: tuple[int, ...]) -> Scheme:
         chosen = _scheme(INPAINT, shares[index] or 0.5, model, name, quality, method)
-        if chosen.etas is None:  # learned schedules start from 0, predefined ones from the mean
-            chosen = Scheme(chosen.t_hats, None, fill=_mean_of_known(pictures, index, masks[index]))
-        return chosen
+        return replace(chosen, fill=_mean_of_known(pictures, index, masks[index]))
 
     _each_part(pictures, model, tile, scheme, solve, progress)
     return result.array
@@ -287,8 +285,9 @@ def _best(quality: Quality, colours: int, task: str) -> str:
     """The deepest prior with a learned schedule for the task, or the shallowest if it should be fast.
 
     A picture of three colours gets a prior for colour that has a schedule, and where there is none a prior
-    for grey, channel by channel.  Depth, and colour, pay only with a schedule: they make a step dear, and
-    the few steps of a predefined schedule do not use them.
+    for grey, channel by channel; among these, one fine-tuned for denoising goes first.  Depth, and colour,
+    pay only with a schedule: they make a step dear, and the few steps of a predefined schedule do not use
+    them.
     """
     names = [file.stem for file in WEIGHTS.glob(f"*{SUFFIX}")]
     choose = max if quality == "best" else min
@@ -296,7 +295,8 @@ def _best(quality: Quality, colours: int, task: str) -> str:
     def known(pattern: str) -> dict[int, str]:
         return {int(match[1]): n for n in names if (match := re.fullmatch(pattern, n))}
 
-    for pattern in (r"r(\d+)-rgb",) * (colours == 3) + (r"r(\d+)",):
+    patterns = {r"r(\d+)-rgb": colours == 3, r"r(\d+)-denoise": task == DENOISE, r"r(\d+)": True}
+    for pattern in (p for p, wanted in patterns.items() if wanted):
         ready = {depth: n for depth, n in known(pattern).items() if _learned(n, task, quality)}
         if ready:
             return ready[choose(ready)]

@@ -51,8 +51,8 @@ def make_problem(task: str, level: float, x: Tensor, generator: torch.Generator)
         z = x + level * torch.randn(x.shape, generator=generator, dtype=x.dtype)
         return Problem(x, Denoising(z, level), z)
     mask = torch.rand(x.shape, generator=generator, dtype=x.dtype) < level
-    z = x.masked_fill(mask, 0)
-    return Problem(x, Inpainting(z, mask), z)
+    fidelity = Inpainting(x, mask)
+    return Problem(x, fidelity, fidelity.start())
 
 
 def crops(

@@ -118,7 +118,7 @@ def measure(
         for batch in batches(images, task, level, crop=crop, size=size, stride=stride):
             index = list(batch.index)
             look = _Look(prior, batch, level)
-            first[index] = look(batch.z)[0]
+            first[index] = look(look.fidelity.start())[0]
             for row, t_hat in enumerate(t_hats):
                 for scheme, cells in enumerate(_row(look, t_hat, steps)):
                     energy[scheme, row][:, index], score[scheme, row][:, index] = cells
@@ -144,9 +144,9 @@ class _Look:
 @torch.no_grad()
 def _row(look: _Look, t_hat: float, steps: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """For all I from one t_0: (2, I, B), energy and PSNR, of the predefined and of the joint scheme."""
-    prior, fidelity, z = look.prior, look.fidelity, look.batch.z
+    prior, fidelity, x_0 = look.prior, look.fidelity, look.fidelity.start()
     predefined = [
-        look(solve_scheduled(prior, fidelity, z, linear(t_hat, look.low, count)).x)
+        look(solve_scheduled(prior, fidelity, x_0, linear(t_hat, look.low, count)).x)
         for count in steps
     ]
     joint: list[tuple[np.ndarray, np.ndarray]] = []
@@ -155,7 +155,7 @@ def _row(look: _Look, t_hat: float, steps: Sequence[int]) -> tuple[np.ndarray, n
         if state.iteration in steps:
             joint.append(look(state.x))
 
-    solve_joint(prior, fidelity, z, t_hat, max_iter=max(steps), callback=watch)
+    solve_joint(prior, fidelity, x_0, t_hat, max_iter=max(steps), callback=watch)
     one, two = (np.stack(cells).swapaxes(0, 1) for cells in (predefined, joint))
     return one, two
 
@@ -187,7 +187,7 @@ def draw(data: dict[str, np.ndarray], out: Path) -> list[Path]:
             ax.set_xlabel("number of steps $I$")
         fig.suptitle(
             f"{title(label)}, {data['what']}. Attained: at most {float(data['tolerance']):.0%} of the way "
-            "from $E(z)$ down to the lowest energy is missing."
+            "from $E(x_0)$ down to the lowest energy is missing."
         )
         return plots.save_figure(fig, out, f"{NAME}-{label}")
 

@@ -57,7 +57,7 @@ CAPTIONS = {
     "of the variance of φ that the best parabola (last layer) or line (inner layers) leaves over, and the "
     "range of the features, medians over the filters.",
     "attainment-r1": "Share of images that attain their lowest energy, and mean PSNR, over the first "
-    "smoothing t_0 and the number of steps I. Attained: of the way from the energy of z down to the lowest "
+    "smoothing t_0 and the number of steps I. Attained: of the way from the energy of x_0 down to the lowest "
     "found for the image in any cell, at most 2 % is missing; the energy is R + D at t_min.",
     "schedules": "Energy R + D at t_min, and PSNR, after every step, means over the images; dots mark the "
     "highest PSNR.",
