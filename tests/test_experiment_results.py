@@ -80,6 +80,19 @@ def test_colour_and_blind_scores_are_not_mixed_in():
     assert "33.0" not in results.denoising([report])
 
 
+def test_colour_beside_channel_by_channel():
+    reports = [
+        one("denoise", 25 / 255, prior=prior, psnr=psnr, ssim=0.9, seconds=1.0)
+        for prior, psnr in (("r1", 28.123), ("r1-rgb", 30.456))
+    ]
+    assert len(cells(results.colour(reports))) == 2
+    for report in reports:
+        report["settings"]["colour"] = True
+    rows = cells(results.colour(reports))[2:]
+    assert ["`r1`", "learned, I = 10", "one by one", "28.12", "0.900", "1.00"] in rows
+    assert ["`r1-rgb`", "learned, I = 10", "together", "30.46", "0.900", "1.00"] in rows
+
+
 def test_peers_are_all_in_their_table():
     table = results.denoising_peers()
     for peer in peers.DENOISERS:
@@ -125,8 +138,9 @@ def test_scores_that_cannot_be_read(tmp_path):
         results.read(tmp_path)
 
 
-def test_the_listed_commands_are_commands():
-    lines = results.commands(["r1"])
+@pytest.mark.parametrize("priors", [["r1"], []])
+def test_the_listed_commands_are_commands(priors):
+    lines = results.commands(priors)
     files = [shlex.split(line)[-1] for line in lines]
     assert len(set(files)) == len(files)
     for line in lines:

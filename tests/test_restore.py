@@ -291,7 +291,9 @@ def test_the_best_prior_is_the_deepest_that_has_a_schedule_for_the_task(tmp_path
     assert restore._best("best", 3, "inpaint") == "r1"
     assert restore._best("best", 1, "denoise") == restore._best("best", 5, "denoise") == "r3"
     ship("r1-denoise", "r1-denoise-denoise-10", "r3-denoise")  # fine-tuned; one without schedules
-    assert restore._best("best", 1, "denoise") == restore._best("fast", 1, "denoise") == "r1-denoise"
+    assert (
+        restore._best("best", 1, "denoise") == restore._best("fast", 1, "denoise") == "r1-denoise"
+    )
     assert restore._best("best", 3, "denoise") == "r2-rgb"
     assert restore._best("best", 1, "inpaint") == "r1"
 

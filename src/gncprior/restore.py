@@ -237,7 +237,7 @@ def _scheme(
     if method == "learned":
         raise GncpriorError(f"There is no learned schedule for {task} beside this prior.")
     if task == INPAINT:
-        start, steps = (high, 100) if quality == "best" else (min(t_hat_from_t(0.1), high), 30)
+        start, steps = (high, 60) if quality == "best" else (min(t_hat_from_t(0.1), high), 30)
         return Scheme(linear(start, low, steps), None)
     t_hat = t_hat_from_sigma(level)
     if method == "tweedie" or (method == "auto" and quality == "fast"):

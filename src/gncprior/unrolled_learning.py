@@ -5,12 +5,12 @@ The 2I parameters are free numbers a_i, b_i:
     t̂_i = t̂_min + (t̂_max − t̂_min)·sigmoid(a_i),    η_i = exp(t̂_i + b_i),
 
 so t̂ stays in its range, η stays positive, and a change of t̂_i takes the step size e^t̂_i along.
+Inpainting has η_i = e^t̂_i·r·sigmoid(b_i) with r < 2.  Where nothing is observed no data term holds x back,
+the curvature of noise is 1/t, and longer steps would blow up any unevenness of a flat region.
 Derivatives are those of :mod:`gncprior.unrolled_adjoint`.
 
-So few parameters need few images, and the set of crops is fixed.  For denoising the loss is then a
-smooth function, and L-BFGS finds its minimum in some tens of evaluations.  Inpainting begins far from
-any image, with steps that amplify small differences: there the loss is rough in the first parameters,
-and a method is used that trusts the signs of slopes more than their sizes.
+So few parameters need few images, and the set of crops is fixed.  The loss is then a smooth function, and
+L-BFGS finds its minimum in some tens of evaluations.
 """
 
 from __future__ import annotations
@@ -25,40 +25,51 @@ from torch import Tensor
 from gncprior.buffers import Buffers
 from gncprior.datasets import Dataset
 from gncprior.errors import GncpriorError
-from gncprior.optimizers import cosine
 from gncprior.prior import Prior
 from gncprior.unrolled import DENOISE, Schedules, unroll
 from gncprior.unrolled_adjoint import Problem, crops, squared_error
 
+_LONGEST = 1.8  # r, of the steps of inpainting
 _EDGE = 0.03  # of the range of t̂; closer to its ends the sigmoid is flat and learning slow
 
 
 class Parameters:
-    """The 2I free numbers, as one tensor (2, I)."""
+    """The 2I free numbers, as one tensor (2, I).  ``bounded`` steps are those of inpainting."""
 
-    def __init__(self, t_hats: Tensor, etas: Tensor, t_hat_range: tuple[float, float]) -> None:
+    def __init__(
+        self,
+        t_hats: Tensor,
+        etas: Tensor,
+        t_hat_range: tuple[float, float],
+        bounded: bool = False,
+    ) -> None:
         self.low, self.high = t_hat_range
+        self.bounded = bounded
         share = (t_hats.double() - self.low) / (self.high - self.low)
         a = torch.logit(share.clamp(_EDGE, 1 - _EDGE))
         b = etas.double().log() - t_hats.double().clamp(self.low, self.high)
+        if bounded:
+            b = torch.logit((b.exp() / _LONGEST).clamp(0.01, 0.9))
         self.free = torch.stack([a, b]).requires_grad_()
 
     def schedule(self) -> tuple[Tensor, Tensor]:
         a, b = self.free
         t_hats = self.low + (self.high - self.low) * a.sigmoid()
+        if self.bounded:
+            return t_hats, t_hats.exp() * _LONGEST * b.sigmoid()
         return t_hats, (t_hats + b).exp()
 
 
 def start_schedule(
     task: str, level: float, steps: int, t_hat_range: tuple[float, float]
 ) -> tuple[Tensor, Tensor]:
-    """Where learning starts: t̂ from log σ² down by 3; for inpainting from near t̂_max down to t̂_min."""
+    """Where learning starts: t̂ from log σ² down by 3; for inpainting from log 0.1 down to t̂_min."""
     low, high = t_hat_range
     edge = _EDGE * (high - low)
     noise = 2 * math.log(level)
-    first, last = (noise, noise - 3) if task == DENOISE else (high - 1, low)
+    first, last = (noise, noise - 3) if task == DENOISE else (math.log(0.1), low)
     t_hats = torch.linspace(first, last, steps, dtype=torch.float64).clamp(low + edge, high - edge)
-    ratio = torch.full_like(t_hats, 0.5 if task == DENOISE else 1.5)  # η_i/e^t̂_i
+    ratio = torch.full_like(t_hats, 0.5 if task == DENOISE else 1.2)  # η_i/e^t̂_i
     if task == DENOISE:
         ratio[-1] = 1.0
     return t_hats, ratio * t_hats.exp()
@@ -94,17 +105,16 @@ def learn_schedule(
     start: tuple[Tensor, Tensor],
     *,
     evaluations: int = 40,
-    rough: bool = False,
+    bounded: bool = False,
     callback: Callable[[Progress], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """t̂ and η, each (I,), that minimise the squared error on all crops, from ``start``.
 
-    By L-BFGS, or with ``rough`` by a method for losses that are not smooth at the scale of its steps.
-    The best that was met is returned.
+    By L-BFGS; the best that was met is returned.  ``bounded`` keeps steps as short as inpainting needs them.
     """
     if not problems or evaluations < 1:
         raise GncpriorError("Learning a schedule needs images and at least one evaluation.")
-    parameters = Parameters(*start, prior.t_hat_range)
+    parameters = Parameters(*start, prior.t_hat_range, bounded)
     pixels = sum(p.target.numel() for p in problems)
     buffers = Buffers()
     best = math.inf, parameters.free.detach().clone()
@@ -131,15 +141,8 @@ def learn_schedule(
             callback(Progress(count, -decibels))
         return decibels
 
-    (_descend if rough else _minimise)(parameters.free, closure, evaluations)
-    with torch.no_grad():
-        parameters.free.copy_(best[1])
-        return parameters.schedule()
-
-
-def _minimise(free: Tensor, closure: Callable[[], float], evaluations: int) -> None:
     optimizer = torch.optim.LBFGS(
-        [free],
+        [parameters.free],
         max_iter=evaluations,
         max_eval=evaluations,
         history_size=20,
@@ -148,17 +151,9 @@ def _minimise(free: Tensor, closure: Callable[[], float], evaluations: int) -> N
         line_search_fn="strong_wolfe",
     )
     optimizer.step(closure)
-
-
-def _descend(free: Tensor, closure: Callable[[], float], evaluations: int) -> None:
-    """Adam with bounded slopes: where steps amplify, a slope says little of what lies beyond its point."""
-    optimizer = torch.optim.Adam([free], betas=(0.8, 0.95))
-    for k in range(evaluations):
-        closure()
-        assert free.grad is not None
-        torch.nan_to_num_(free.grad).clamp_(-0.3, 0.3)
-        optimizer.param_groups[0]["lr"] = 0.1 * cosine(k, evaluations, 0.05)
-        optimizer.step()
+    with torch.no_grad():
+        parameters.free.copy_(best[1])
+        return parameters.schedule()
 
 
 def learn_schedules(
@@ -197,7 +192,7 @@ def learn_schedules(
             problems,
             before,
             evaluations=evaluations,
-            rough=task != DENOISE,
+            bounded=task != DENOISE,
             callback=tell,
         )
         learned.append(found)

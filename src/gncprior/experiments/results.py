@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from gncprior import plots
-from gncprior.checkpoints import write_file
+from gncprior.checkpoints import shipped, write_file
 from gncprior.datasets import Dataset
 from gncprior.errors import GncpriorError
 from gncprior.evaluation import evaluate, report
@@ -45,9 +45,10 @@ METHODS = {
 CHOICES = {
     (DENOISE, "scheduled"): "--steps 5",
     (DENOISE, "joint"): "--steps 6 --t0 0.003",
-    (INPAINT, "scheduled"): "--steps 100",
-    (INPAINT, "joint"): "--steps 100",
+    (INPAINT, "scheduled"): "--steps 60",
+    (INPAINT, "joint"): "--steps 30",
 }
+COLOUR_LEVEL = 25  # of 255
 LEARNED = (10, 30)  # steps
 Reports = list[dict[str, Any]]
 
@@ -74,32 +75,51 @@ CAPTIONS = {
 
 
 def commands(priors: Sequence[str], folder: str = "out/scores") -> list[str]:
-    """The commands that measure everything on the page, for the named priors or those shipped."""
+    """The commands that measure everything on the page, for the named priors or those shipped.
+
+    A step of a deep prior is dear.  With more than one layer, schemes of many steps are measured at σ = 0.1
+    only, and inpainting on the first quarter of the images.
+    """
     lines = []
-    for name in open_priors(priors):
+
+    def add(words: str, file: str) -> None:
+        lines.append(" ".join(f"gncprior evaluate {words} --json {folder}/{file}.json".split()))
+
+    def learned(name: str, task: str) -> list[int]:
+        return [steps for steps in LEARNED if schedules_path(name, task, steps).is_file()]
+
+    for name, prior in open_priors(priors).items():
+        deep, file = prior.architecture.layers > 1, Path(name).stem
+        few = f"{SIGMA:g}" if deep else SIGMAS
+        some = " --limit 17" if deep else ""
+        add(f"--sigma {SIGMAS} --prior {name} --method tweedie", f"{file}-denoise-tweedie")
         for task, levels in (
-            (DENOISE, f"--sigma {SIGMAS}"),
-            (INPAINT, f"--missing {MISSING:g}"),
+            (DENOISE, f"--sigma {few}"),
+            (INPAINT, f"--missing {MISSING:g}{some}"),
         ):
-            runs = [(method, CHOICES[task, method]) for method in ("scheduled", "joint")]
-            if task == DENOISE:
-                runs.insert(0, ("tweedie", ""))
-            runs += [
-                ("learned", f"--steps {steps}")
-                for steps in LEARNED
-                if schedules_path(name, task, steps).is_file()
-            ]
-            for method, choice in runs:
-                file = "-".join(
-                    [Path(name).stem, task, method, *re.findall(r"--steps (\d+)", choice)]
-                )
-                words = f"gncprior evaluate --task {task} {levels} --prior {name} --method {method}"
-                lines.append(" ".join(f"{words} {choice} --json {folder}/{file}.json".split()))
+            for method in ("scheduled", "joint"):
+                words = f"--task {task} {levels} --prior {name} --method {method}"
+                add(f"{words} {CHOICES[task, method]}", f"{file}-{task}-{method}")
+        for steps in learned(name, DENOISE):
+            levels = SIGMAS if steps <= LEARNED[0] else few
+            words = f"--sigma {levels} --prior {name} --steps {steps}"
+            add(words, f"{file}-denoise-learned-{steps}")
+        for steps in learned(name, INPAINT):
+            words = f"--task inpaint --missing {MISSING:g}{some} --prior {name} --steps {steps}"
+            add(words, f"{file}-inpaint-learned-{steps}")
         sigmas = ",".join(f"{level:g}" for level in peers.NOISE_LEVELS)
-        file = f"{folder}/{Path(name).stem}-noise.json"
-        lines.append(
-            f"gncprior evaluate --task noise --sigma {sigmas} --prior {name} --json {file}"
-        )
+        add(f"--task noise --sigma {sigmas}{some} --prior {name}", f"{file}-noise")
+    if not priors:
+        tuned = [name for name in shipped() if re.fullmatch(r"r\d+-denoise", name)]
+        for name in tuned:
+            for steps in learned(name, DENOISE):
+                words = f"--sigma {SIGMAS} --prior {name} --steps {steps}"
+                add(words, f"{name}-learned-{steps}")
+        colour = [name for name in shipped() if re.fullmatch(r"r\d+-rgb", name)]
+        for name in [*[name.removesuffix("-rgb") for name in colour], *colour]:
+            for steps in learned(name, DENOISE)[:1]:
+                words = f"--colour --sigma {COLOUR_LEVEL}/255 --prior {name} --steps {steps}"
+                add(words, f"{name}-colour-learned-{steps}")
     return [*lines, f"gncprior figure bm3d --json {folder}/bm3d.json"]
 
 
@@ -162,6 +182,7 @@ def tables(reports: Reports, figures: Path, page: Path) -> dict[str, str]:
         else "Tables written outside of git.",
         "denoising": denoising(reports),
         "denoising peers": denoising_peers(),
+        "colour": colour(reports),
         "inpainting": inpainting(reports),
         "noise level": noise_level(reports),
         "figures": gallery_of(page),
@@ -181,13 +202,15 @@ def _number(value: float | None, digits: int = 2) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
-def _rows(reports: Reports, task: str) -> dict[tuple[Any, ...], dict[float, dict[str, Any]]]:
-    """Prior, method, steps, t_0, images → level → report, of grey images and told σ."""
+def _rows(
+    reports: Reports, task: str, colour: bool = False
+) -> dict[tuple[Any, ...], dict[float, dict[str, Any]]]:
+    """Prior, method, steps, t_0, images → level → report, of told σ, and of grey images or of colour."""
     rows: dict[tuple[Any, ...], dict[float, dict[str, Any]]] = {}
     order = list(METHODS)
     for r in reports:
         s = r["settings"]
-        if s["task"] != task or s.get("colour") or s.get("blind"):
+        if s["task"] != task or bool(s.get("colour")) != colour or s.get("blind"):
             continue
         key = (s["prior"], order.index(s["method"]), s["steps"], s["t0"], s["images"], s["count"])
         rows.setdefault(key, {})[s["level"]] = r
@@ -231,6 +254,19 @@ def denoising(reports: Reports) -> str:
     return _markdown(["prior", "scheme", *LEVELS.values(), "time / BM3D"], rows)
 
 
+def colour(reports: Reports) -> str:
+    """PSNR and SSIM of colour images, by priors for colour and channel by channel."""
+    rows = []
+    for key, levels in _rows(reports, DENOISE, colour=True).items():
+        for level, r in levels.items():
+            if abs(level - COLOUR_LEVEL / 255) < 1e-6:
+                mean, (name, scheme) = r["mean"], _words(key)
+                kind = "together" if key[0].endswith("-rgb") else "one by one"
+                scores = (f"{mean['psnr']:.2f}", f"{mean['ssim']:.3f}")
+                rows.append([name, scheme, kind, *scores, f"{mean['seconds']:.2f}"])
+    return _markdown(["prior", "scheme", "channels", "PSNR", "SSIM", "s / image"], rows)
+
+
 def denoising_peers() -> str:
     """Published and measured PSNR of others."""
     head = ["method", "15", "25", "50", "25.5, measured", "s", "parameters", "kind"]
@@ -262,14 +298,18 @@ def inpainting(reports: Reports) -> str:
 
 def noise_level(reports: Reports) -> str:
     """Mean |σ̂−σ|/σ in %."""
-    found: dict[str, dict[float, float]] = {}
+    found: dict[tuple[str, int], dict[float, float]] = {}
     for r in reports:
         s = r["settings"]
         if s["task"] == "noise" and not s.get("colour"):
-            found.setdefault(s["prior"], {})[s["level"]] = 100 * r["mean"]["error"]
+            key = s["prior"], s["count"]
+            found.setdefault(key, {})[s["level"]] = 100 * r["mean"]["error"]
     rows = [
-        [f"`{prior}`", *(_number(levels.get(x)) for x in peers.NOISE_LEVELS)]
-        for prior, levels in sorted(found.items())
+        [
+            f"`{prior}`" + (f" ({count} images)" if count != 68 else ""),
+            *(_number(levels.get(x)) for x in peers.NOISE_LEVELS),
+        ]
+        for (prior, count), levels in sorted(found.items())
     ]
     rows.append(["scikit-image `estimate_sigma`", *map(_number, peers.ESTIMATE_SIGMA)])
     return _markdown(["", *(f"σ = {x:g}" for x in peers.NOISE_LEVELS)], rows)
