@@ -62,4 +62,4 @@ def test_in_denoising_psnr_peaks_before_the_minimum_of_the_energy(traces, scheme
 @pytest.mark.parametrize("scheme", ["predefined", "joint"])
 def test_the_learned_schedule_ends_at_higher_energy_and_higher_psnr(traces, scheme):
     assert traces["learned"]["energy"][-1] > traces[scheme]["energy"][-1] + 0.1
-    assert traces["learned"]["psnr"][-1] > traces[scheme]["psnr"].max()
+    assert traces["learned"]["psnr"][-1] > traces[scheme]["psnr"][-1] + 0.5

@@ -333,6 +333,18 @@ def test_colours_are_restored_together_by_a_prior_for_colour(small_priors, quali
     assert np.abs(x - one_by_one).max() > 1e-3
 
 
+@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
+def test_grey_stored_as_colour_is_grey_in_a_stack_too(small_priors, kind):
+    """Its noise is the same in all channels, which is not what priors for colour expect."""
+    grey = np.dstack([scene(seed=0)] * 3 + [scene(seed=1)])  # the last is alpha
+    stack = np.stack([np.dstack([scene(seed=k) for k in range(4)]), grey])
+    x = np.asarray(denoise(kind(stack), 0.1, channel_axis=-1))
+    assert np.array_equal(x[1], np.asarray(denoise(kind(grey), 0.1, channel_axis=-1)))
+    assert np.abs(x[1, ..., 0] - denoise(grey[..., 0], 0.1)).max() < 1e-6
+    assert np.array_equal(x[1, ..., 0], x[1, ..., 1])
+    assert np.abs(x[0] - denoise(stack[0], 0.1, channel_axis=-1, prior="r1")).max() > 1e-3
+
+
 def test_colours_are_restored_one_by_one_where_no_schedule_is_for_colour(small_priors):
     page = np.dstack([scene(seed=k) for k in range(3)])
     for file in small_priors.glob("*-rgb-denoise-*"):

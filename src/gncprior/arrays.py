@@ -76,6 +76,17 @@ class Pictures:
         """The index of every picture of the stack; one empty index for a single picture."""
         return iter(np.ndindex(*self.view.shape[:-3]))
 
+    def hues(self, index: tuple[int, ...]) -> int:
+        """The number of colours, or 1 where all are the same everywhere: a grey picture stored as colour."""
+        first, *others = self.view[(*index, slice(self.colours))]
+        same = torch.equal if _is_torch(self.view) else np.array_equal
+        rows = 256  # so that one glance tells in most pictures
+        for top in range(0, self.size[0], rows):
+            band = slice(top, top + rows)
+            if not all(same(first[band], other[band]) for other in others):
+                return self.colours
+        return 1
+
     def read(self, index: tuple[int, ...], region: Region = WHOLE) -> Tensor:
         """A part of a picture, on the scale [0, 1], as new float32 (colours, h, w)."""
         part = self.view[(*index, slice(self.colours), *region)]

@@ -2,8 +2,8 @@ r"""How convex a prior is: the smallest eigenvalue of its Hessian (paper, sectio
 
 The theorem's bound on t says nothing for images (for 96×96 pixels diam²/4 = 2304), so the convexity of
 R_L(·,t) at large t is a matter of measurement.  The Lanczos method finds the smallest eigenvalue of
-∇²_x R(x,t) from Hessian products alone.  The constant image, which the filters cannot see, is an
-eigenvector to 0 and is left out.
+∇²_x R(x,t) from Hessian products alone.  Constant images, which the filters cannot see, are
+eigenvectors to 0 and are left out.
 
 Convexity at t_max can also be had by construction: R(·,t) is convex if the last potentials are parabolas
 that open upwards and the inner functions are lines.  That is where the paper sees them tend, and at t_max,
@@ -26,7 +26,7 @@ from gncprior.splines import time_basis
 def smallest_curvature(
     prior: Prior, x: Tensor, t_hat: float, *, steps: int = 80, seed: int = 0
 ) -> tuple[float, Tensor]:
-    """The smallest eigenvalue of e^t̂ ∇²R(x,t) off the constant image, and its eigenvector; x is (C, H, W).
+    """The smallest eigenvalue of e^t̂ ∇²R(x,t) off the constant images, and its eigenvector; x is (C, H, W).
 
     With the factor e^t̂ = t it is dimensionless: 1 is the curvature of pure noise.  Lanczos values
     come down to the eigenvalue from above, so a negative one is proof of non-convexity.
@@ -36,19 +36,19 @@ def smallest_curvature(
     t = math.exp(min(max(t_hat, low), high))
     generator = torch.Generator().manual_seed(seed)
     v = torch.randn(image.numel(), generator=generator, dtype=torch.float64)
-    v -= v.mean()
+    v = _off_constants(v, len(x))
     v /= v.norm()
     basis: list[Tensor] = []
     diagonal: list[float] = []
     beside: list[float] = []
-    for _ in range(min(steps, image.numel() - 1)):
+    for _ in range(min(steps, image.numel() - len(x))):
         basis.append(v)
         w = t * prior.hessian_product(image, t_hat, v.to(image).view_as(image)).flatten().double()
         diagonal.append(float(w @ basis[-1]))
         for _ in range(2):  # once is not enough against rounding
             known = torch.stack(basis)
             w -= known.T @ (known @ w)
-            w -= w.mean()  # from any trace of it the method would find the constant image again
+            w = _off_constants(w, len(x))  # from any trace of them the method would find them again
         norm = float(w.norm())
         if norm < 1e-7 * max(
             map(abs, diagonal)
@@ -63,6 +63,12 @@ def smallest_curvature(
     values, vectors = torch.linalg.eigh(tridiagonal)
     vector = (torch.stack(basis).T @ vectors[:, 0]).view_as(x)
     return float(values[0]), vector
+
+
+def _off_constants(v: Tensor, channels: int) -> Tensor:
+    """What is orthogonal to every image that is constant in each channel."""
+    v = v.view(channels, -1)
+    return (v - v.mean(1, keepdim=True)).flatten()
 
 
 @torch.no_grad()

@@ -77,7 +77,6 @@ def denoise(
     pictures = Pictures(image, channel_axis, data_range)
     if sigma is not None and not 0 < sigma < math.inf:
         raise GncpriorError(f"The noise level sigma must be positive and finite, not {sigma}.")
-    model, name = _choose(prior, quality, pictures.colours, DENOISE)
     result = Pictures(copy_of(image), channel_axis, data_range)
     levels: dict[tuple[int, ...], float] = {}
     for index in pictures:
@@ -86,13 +85,14 @@ def denoise(
     def solve(index: tuple[int, ...], part: Tile, scheme: Scheme) -> None:
         z = pictures.read(index, part.outer)
         pictures.check_finite(index, part.outer, z)
-        x = scheme.run(model, z, lambda z: Denoising(z, levels[index]), trace)
+        x = scheme.run(z, lambda z: Denoising(z, levels[index]), trace)
         result.write(index, part.inner, x[(..., *part.crop)])
 
     def scheme(index: tuple[int, ...]) -> Scheme:
+        model, name = _choose(prior, quality, pictures, index, DENOISE)
         return _scheme(DENOISE, levels[index], model, name, quality, method)
 
-    _each_part(pictures, model, tile, scheme, solve, progress)
+    _each_part(pictures, tile, scheme, solve, progress)
     return result.array
 
 
@@ -118,7 +118,6 @@ def inpaint(
     masks = masks_like(mask, pictures, channel_axis)[..., : pictures.colours, :, :]
     if method == "tweedie":
         raise GncpriorError("One step of Tweedie's formula denoises; choose another method.")
-    model, name = _choose(prior, quality, pictures.colours, INPAINT)
     result = Pictures(copy_of(image), channel_axis, data_range)
     shares = {index: float(masks[index].mean()) for index in pictures}
     if any(masks[index].all(axis=(-2, -1)).any() for index in pictures):
@@ -134,17 +133,16 @@ def inpaint(
         z = torch.where(unknown, torch.as_tensor(scheme.fill).to(z), z)
         x = z
         if not bool(unknown.flatten(1).all(1).any()):  # else a hole larger than the tile
-            x = scheme.run(
-                model, z, lambda z: Inpainting(z, unknown.reshape(z.shape).to(z.device)), trace
-            )
+            x = scheme.run(z, lambda z: Inpainting(z, unknown.reshape(z.shape).to(z.device)), trace)
         inside = (..., *part.crop)
         result.write(index, part.inner, x[inside], where=unknown[inside])
 
     def scheme(index: tuple[int, ...]) -> Scheme:
+        model, name = _choose(prior, quality, pictures, index, INPAINT)
         chosen = _scheme(INPAINT, shares[index] or 0.5, model, name, quality, method)
         return replace(chosen, fill=_mean_of_known(pictures, index, masks[index]))
 
-    _each_part(pictures, model, tile, scheme, solve, progress)
+    _each_part(pictures, tile, scheme, solve, progress)
     return result.array
 
 
@@ -175,7 +173,7 @@ def noise_levels(
     Without one it is 1/√(∂²R/∂t̂²), and what texture is usually taken for noise.
     """
     pictures = Pictures(image, channel_axis, data_range)
-    model, name = _choose(GAUGE if prior == "auto" else prior, "fast", pictures.colours, DENOISE)
+    model, name = _choose(GAUGE if prior == "auto" else prior, "fast", pictures, None, DENOISE)
     reading = None if name is None else load(reading_path(name), model)
     found = np.array([_estimate(pictures, index, model, reading) for index in pictures])
     levels, errors = (found[:, k].reshape(pictures.view.shape[:-3]) for k in (0, 1))
@@ -187,21 +185,19 @@ def noise_levels(
 
 @dataclass(frozen=True)
 class Scheme:
-    """t̂ and η of every step (η = e^t̂ where None), and the value that unknown pixels start with."""
+    """A prior, t̂ and η of every step (η = e^t̂ where None), and what unknown pixels start with."""
 
+    model: Prior
     t_hats: Tensor
     etas: Tensor | None
     fill: Tensor | float = 0.0
     data_term: bool = True
 
     def run(
-        self,
-        model: Prior,
-        z: Tensor,
-        fidelity: Callable[[Tensor], Fidelity],
-        trace: list[History] | None,
+        self, z: Tensor, fidelity: Callable[[Tensor], Fidelity], trace: list[History] | None
     ) -> Tensor:
         """The steps on a part z (C, h, w); a prior for grey takes the channels as a batch."""
+        model = self.model
         batch = (z[:, None] if model.architecture.channels == 1 else z[None]).to(model.filters[0])
         term: Fidelity = fidelity(batch) if self.data_term else _NoData()
         result = solve_scheduled(
@@ -233,17 +229,17 @@ def _scheme(
     low, high = model.t_hat_range
     file = _learned(name, task, quality) if method in ("auto", "learned") else None
     if file is not None:
-        return Scheme(*load_schedules(file, model).at(level))
+        return Scheme(model, *load_schedules(file, model).at(level))
     if method == "learned":
         raise GncpriorError(f"There is no learned schedule for {task} beside this prior.")
     if task == INPAINT:
         start, steps = (high, 60) if quality == "best" else (min(t_hat_from_t(0.1), high), 30)
-        return Scheme(linear(start, low, steps), None)
+        return Scheme(model, linear(start, low, steps), None)
     t_hat = t_hat_from_sigma(level)
     if method == "tweedie" or (method == "auto" and quality == "fast"):
-        return Scheme(torch.tensor([t_hat]), torch.tensor([level**2]), data_term=False)
+        return Scheme(model, torch.tensor([t_hat]), torch.tensor([level**2]), data_term=False)
     start = min(max(t_hat, low), high)
-    return Scheme(linear(start, max(start - 3, low), 4), None)
+    return Scheme(model, linear(start, max(start - 3, low), 4), None)
 
 
 def _learned(name: str | Path | None, task: str, quality: Quality) -> Path | None:
@@ -263,15 +259,25 @@ def _learned(name: str | Path | None, task: str, quality: Quality) -> Path | Non
 
 
 def _choose(
-    prior: str | Path | Prior, quality: Quality, colours: int, task: str
+    prior: str | Path | Prior,
+    quality: Quality,
+    pictures: Pictures,
+    index: tuple[int, ...] | None,
+    task: str,
 ) -> tuple[Prior, str | Path | None]:
-    """The prior and, where it has one, the name by which its schedules are found."""
+    """The prior for a picture and, where it has one, the name by which its schedules are found.
+
+    The choice is made for every picture of a stack: it depends on whether that one has colours.
+    """
+    colours = pictures.colours
     if quality not in ("fast", "best"):
         raise GncpriorError(f'The quality is "fast" or "best", not {quality!r}.')
     if isinstance(prior, Prior):
         model, name = prior, None
     else:
-        name = _best(quality, colours, task) if prior == "auto" else prior
+        name = prior
+        if prior == "auto":
+            name = _best(quality, colours if index is None else pictures.hues(index), task)
         model = _load(name)
     channels = model.architecture.channels
     if channels not in (1, colours):
@@ -315,7 +321,6 @@ def _load(name: str | Path) -> Prior:
 
 def _each_part(
     pictures: Pictures,
-    model: Prior,
     side: int,
     scheme: Callable[[tuple[int, ...]], Scheme],
     solve: Callable[[tuple[int, ...], Tile, Scheme], None],
@@ -325,7 +330,7 @@ def _each_part(
     indices = list(pictures)
     for k, index in enumerate(indices):
         chosen = scheme(index)
-        parts = list(tiles(pictures.size, side, halo(model, len(chosen.t_hats))))
+        parts = list(tiles(pictures.size, side, halo(chosen.model, len(chosen.t_hats))))
         for j, part in enumerate(parts):
             solve(index, part, chosen)
             if progress is not None:
