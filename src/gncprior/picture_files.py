@@ -116,6 +116,17 @@ def _check_size(pixels: int, name: str) -> None:
         )
 
 
+_PNG_BITS = {"LA": 16, "RGB": 24, "RGBA": 32, "I": 16, "I;16": 16}  # of a pixel, others 1 or more
+
+
+def _check_promise(size: int, file: BinaryIO, name: str) -> None:
+    """No deflated byte holds more than 1032 others; Pillow would fill what is missing with zeros."""
+    here, end = file.tell(), file.seek(0, os.SEEK_END)
+    file.seek(here)
+    if size > 1032 * end:
+        raise GncpriorError(f"{name} is cut off: its header promises more than it holds.")
+
+
 def _pixels(shape: tuple[int, ...]) -> int:
     """Of an array, whose last axis may be channels."""
     coloured = len(shape) > 2 and shape[-1] in _CHANNELS
@@ -129,6 +140,8 @@ def _read_pillow(file: BinaryIO, name: str) -> Picture:
         with Image.open(file, formats=kinds) as image:
             pixels = image.width * image.height
             _check_size(pixels, name)
+            if image.format == "PNG":
+                _check_promise(pixels * _PNG_BITS.get(image.mode, 1) // 8, file, name)
             count = getattr(image, "n_frames", 1)
             notices: list[str] = []
             if count > 1 and image.format != "TIFF":

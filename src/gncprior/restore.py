@@ -12,9 +12,9 @@ levels of a byte picture.  Pictures are (…, H, W), leading axes being a stack;
 axis holds colours, and of 2 or 4 channels the last is alpha, which is kept.  Three colours are restored
 together by a prior for colour, where one with a schedule for the task is shipped, and else one by one.
 
-``quality="best"`` takes the deepest prior that has a learned schedule, and its longest; "fast" the
-shallowest and its shortest.  Without a learned schedule a predefined one serves: t̂ from log σ²
-down by 3 in 4 steps, or the one step of Tweedie's formula; for inpainting from t̂_max to t̂_min in 100
+``quality="best"`` takes the deepest prior that has a learned schedule; "fast" the
+shallowest.  Without a learned schedule a predefined one serves: t̂ from log σ²
+down by 3 in 4 steps, or the one step of Tweedie's formula; for inpainting from t̂_max to t̂_min in 60
 steps, or in 30 from t = 0.1 (docs/restoring.md says what was tried).
 """
 
@@ -227,7 +227,7 @@ def _scheme(
     task: str, level: float, model: Prior, name: str | Path | None, quality: Quality, method: Method
 ) -> Scheme:
     low, high = model.t_hat_range
-    file = _learned(name, task, quality) if method in ("auto", "learned") else None
+    file = _learned(name, task) if method in ("auto", "learned") else None
     if file is not None:
         return Scheme(model, *load_schedules(file, model).at(level))
     if method == "learned":
@@ -242,8 +242,8 @@ def _scheme(
     return Scheme(model, linear(start, max(start - 3, low), 4), None)
 
 
-def _learned(name: str | Path | None, task: str, quality: Quality) -> Path | None:
-    """The longest schedule beside a prior, or the shortest if it should be fast."""
+def _learned(name: str | Path | None, task: str) -> Path | None:
+    """The shortest schedule beside a prior: 30 steps gain nothing that could be measured over 10."""
     if name is None:
         return None
     path = Path(name)
@@ -255,7 +255,7 @@ def _learned(name: str | Path | None, task: str, quality: Quality) -> Path | Non
     }
     if not files:
         return None
-    return files[max(files) if quality == "best" else min(files)]
+    return files[min(files)]
 
 
 def _choose(
@@ -303,7 +303,7 @@ def _best(quality: Quality, colours: int, task: str) -> str:
 
     patterns = {r"r(\d+)-rgb": colours == 3, r"r(\d+)-denoise": task == DENOISE, r"r(\d+)": True}
     for pattern in (p for p, wanted in patterns.items() if wanted):
-        ready = {depth: n for depth, n in known(pattern).items() if _learned(n, task, quality)}
+        ready = {depth: n for depth, n in known(pattern).items() if _learned(n, task)}
         if ready:
             return ready[choose(ready)]
     if not (rest := known(r"r(\d+)")):
