@@ -78,7 +78,7 @@ def commands(priors: Sequence[str], folder: str = "out/scores") -> list[str]:
     """The commands that measure everything on the page, for the named priors or those shipped.
 
     A step of a deep prior is dear.  With more than one layer, schemes of many steps are measured at σ = 0.1
-    only, and inpainting on the first quarter of the images.
+    only, and inpainting and the noise level on the first quarter of the images.
     """
     lines = []
 
@@ -93,13 +93,13 @@ def commands(priors: Sequence[str], folder: str = "out/scores") -> list[str]:
         few = f"{SIGMA:g}" if deep else SIGMAS
         some = " --limit 17" if deep else ""
         add(f"--sigma {SIGMAS} --prior {name} --method tweedie", f"{file}-denoise-tweedie")
-        for task, levels in (
-            (DENOISE, f"--sigma {few}"),
-            (INPAINT, f"--missing {MISSING:g}{some}"),
-        ):
-            for method in ("scheduled", "joint"):
-                words = f"--task {task} {levels} --prior {name} --method {method}"
-                add(f"{words} {CHOICES[task, method]}", f"{file}-{task}-{method}")
+        for (task, method), choice in CHOICES.items():
+            # the t_0 of joint denoising is one for σ = 0.1
+            levels = f"--sigma {SIGMA:g}" if method == "joint" else f"--sigma {few}"
+            if task == INPAINT:
+                levels = f"--missing {MISSING:g}{some}"
+            words = f"--task {task} {levels} --prior {name} --method {method}"
+            add(f"{words} {choice}", f"{file}-{task}-{method}")
         for steps in learned(name, DENOISE):
             levels = SIGMAS if steps <= LEARNED[0] else few
             words = f"--sigma {levels} --prior {name} --steps {steps}"
