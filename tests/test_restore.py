@@ -267,8 +267,10 @@ def test_the_first_bad_pixel_is_named():
 # ---------------------------------------------------------------- which prior
 
 
-def test_the_best_prior_is_the_deepest_that_has_a_schedule_for_the_task(tmp_path, monkeypatch):
+def test_the_best_prior_is_the_one_that_scored_best_of_those_with_a_schedule(tmp_path, monkeypatch):
     monkeypatch.setattr(restore, "WEIGHTS", tmp_path)
+    scores = {"r1": 27.0, "r3": 28.0, "r4": 27.5}
+    monkeypatch.setattr(restore, "_score", lambda name: scores.get(name, 0.0))
 
     def ship(*names):
         for name in names:
@@ -283,6 +285,8 @@ def test_the_best_prior_is_the_deepest_that_has_a_schedule_for_the_task(tmp_path
     assert restore._best("best", 3, "denoise") == "r3"  # no schedule for colour
     assert restore._best("fast", 1, "denoise") == "r1"
     assert restore._best("best", 1, "inpaint") == "r1"
+    ship("r4", "r4-denoise-10")  # deeper, but not better
+    assert restore._best("best", 1, "denoise") == "r3"
     ship("r1-rgb-denoise-10", "r2-rgb", "r2-rgb-denoise-10", "r4-rgb")
     assert restore._best("best", 3, "denoise") == "r2-rgb"
     assert restore._best("fast", 3, "denoise") == "r1-rgb"
@@ -294,6 +298,11 @@ def test_the_best_prior_is_the_deepest_that_has_a_schedule_for_the_task(tmp_path
     )
     assert restore._best("best", 3, "denoise") == "r2-rgb"
     assert restore._best("best", 1, "inpaint") == "r1"
+
+
+def test_scores_are_those_of_the_files():
+    assert restore._score("r1") == pytest.approx(27.8023, abs=1e-3)  # docs/training.md
+    assert restore._score("r2") > restore._score("r1")
 
 
 @pytest.fixture

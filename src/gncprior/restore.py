@@ -12,10 +12,10 @@ levels of a byte picture.  Pictures are (…, H, W), leading axes being a stack;
 axis holds colours, and of 2 or 4 channels the last is alpha, which is kept.  Three colours are restored
 together by a prior for colour, where one with a schedule for the task is shipped, and else one by one.
 
-``quality="best"`` takes the deepest prior that has a learned schedule; "fast" the
-shallowest.  Without a learned schedule a predefined one serves: t̂ from log σ²
-down by 3 in 4 steps, or the one step of Tweedie's formula; for inpainting from t̂_max to t̂_min in 60
-steps, or in 30 from t = 0.1 (docs/restoring.md says what was tried).
+``quality="best"`` takes the prior that scored best of those with a learned schedule; "fast" the shallowest.
+Without a learned schedule a predefined one serves: t̂ from log σ² down by 3 in 4 steps, or the one step of
+Tweedie's formula; for inpainting from t̂_max to t̂_min in 60 steps, or in 30 from t = 0.1 (docs/restoring.md
+says what was tried).
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ def _choose(
 
 
 def _best(quality: Quality, colours: int, task: str) -> str:
-    """The deepest prior with a learned schedule for the task, or the shallowest if it should be fast.
+    """The prior with a learned schedule for the task that scored best, or the shallowest if it should be fast.
 
     A picture of three colours gets a prior for colour that has a schedule, and where there is none a prior
     for grey, channel by channel; among these, one fine-tuned for denoising goes first.  Depth, and colour,
@@ -296,7 +296,6 @@ def _best(quality: Quality, colours: int, task: str) -> str:
     them.
     """
     names = [file.stem for file in WEIGHTS.glob(f"*{SUFFIX}")]
-    choose = max if quality == "best" else min
 
     def known(pattern: str) -> dict[int, str]:
         return {int(match[1]): n for n in names if (match := re.fullmatch(pattern, n))}
@@ -304,11 +303,21 @@ def _best(quality: Quality, colours: int, task: str) -> str:
     patterns = {r"r(\d+)-rgb": colours == 3, r"r(\d+)-denoise": task == DENOISE, r"r(\d+)": True}
     for pattern in (p for p, wanted in patterns.items() if wanted):
         ready = {depth: n for depth, n in known(pattern).items() if _learned(n, task)}
+        if ready and quality == "best":
+            return ready[max(ready, key=lambda depth: (_score(ready[depth]), depth))]
         if ready:
-            return ready[choose(ready)]
+            return ready[min(ready)]
     if not (rest := known(r"r(\d+)")):
         raise GncpriorError("No prior is shipped with this version: name the file of one.")
     return rest[min(rest)]
+
+
+def _score(name: str) -> float:
+    """PSNR of one step on the validation images at σ = 25/255, from the prior's file; 0 if not there."""
+    for scores in _load(name).info.get("scores", {}).values():
+        if isinstance(scores, dict) and "psnr_25" in scores:
+            return float(scores["psnr_25"])
+    return 0.0
 
 
 @functools.lru_cache(maxsize=8)
