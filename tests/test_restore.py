@@ -113,6 +113,15 @@ def test_a_flat_picture_comes_back(quality, value, sigma):
     assert np.array_equal(filled, flat)
 
 
+@pytest.mark.parametrize("quality", ["fast", "best"])
+@pytest.mark.parametrize("sigma", [0.02, 0.1, 0.4])
+def test_a_flat_colour_comes_back(quality, sigma):
+    flat = np.broadcast_to(np.array([200, 30, 90], np.uint8), (20, 26, 3)).copy()
+    assert np.array_equal(denoise(flat, sigma, channel_axis=-1, quality=quality), flat)
+    mask = np.random.default_rng(0).random(flat.shape[:2]) < 0.7
+    assert np.array_equal(inpaint(flat, mask, channel_axis=-1, quality=quality), flat)
+
+
 @settings(max_examples=8, deadline=None)
 @given(st.integers(25, 60), st.integers(30, 80), st.integers(30, 80), st.integers(0, 9))
 def test_tiles_do_not_matter(side, height, width, seed):

@@ -43,7 +43,8 @@ def train(
     ] = None,
     out: Annotated[Path, Parameter(help="Folder of the run; made if missing.")] = Path("out/train"),
     recipe: Annotated[
-        str | None, Parameter(help="fast, paper, or a TOML file; flags go on top. [default: fast]")
+        str | None,
+        Parameter(help="fast, deep, paper, or a TOML file; flags go on top. [default: fast]"),
     ] = None,
     resume: Annotated[
         bool,

@@ -40,8 +40,8 @@ METHODS = {
     "learned": "learned",
     BM3D: BM3D,
 }
-# Steps and t_0 of the schemes that are not learned, chosen with r1 on the first eight validation images
-# at σ = 0.1 (`gncprior evaluate --set val --limit 8`).
+# Steps and t_0 of the schemes that are not learned, chosen with r1 at σ = 0.1 on the first eight validation
+# images (`gncprior evaluate --set val --limit 8`), and for inpainting on two of them.
 CHOICES = {
     (DENOISE, "scheduled"): "--steps 5",
     (DENOISE, "joint"): "--steps 6 --t0 0.003",
