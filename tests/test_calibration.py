@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gncprior.calibration import calibrate, centre, noise_level, time_slopes
+from gncprior.calibration import calibrate, centre, first_minimum, noise_level, time_slopes
 from gncprior.prior import Architecture, Prior
 
 
@@ -86,3 +86,21 @@ def test_the_minimum_is_looked_for_from_above_and_may_be_an_end():
     noise = torch.randn(1, 1, 32, 32, generator=torch.Generator().manual_seed(3))
     assert float(noise_level(prior, 10 * noise)[0]) == pytest.approx(high)
     assert float(noise_level(prior, torch.zeros(1, 1, 32, 32))[0]) < low + math.log(2)
+
+
+@pytest.mark.parametrize(
+    ("bump", "noise", "expected"),
+    [(0.0, -2.0, -2.0), (0.2, -2.0, -2.0), (0.2, 3.0, 0.0), (0.0, -12.0, -9.0)],
+)
+def test_a_small_rise_at_the_end_of_the_range_hides_no_minimum(bump, noise, expected):
+    """R = ½(1 − e^{noise − t̂}) in slope, less a bump in the last tenth before t̂_max = 0."""
+
+    def slope(t_hat: float) -> float:
+        edge = bump * max(0.0, 1 + 10 * t_hat) * 5
+        return 0.5 * (1 - math.exp(noise - t_hat)) - edge
+
+    found, curvature = first_minimum(slope, -9.0, 0.0, 48)
+    assert found == pytest.approx(expected, abs=1e-3)
+    inside = -9 < expected < 0
+    # d/dt̂ of the slope at t̂ = noise is ½, taken as a difference over a 48th of the range
+    assert curvature == pytest.approx(0.5 if inside else 0.0, rel=0.2)

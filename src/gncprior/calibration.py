@@ -94,7 +94,7 @@ def noise_level(prior: Prior, y: Tensor, points: int = 48) -> tuple[Tensor, Tens
     there and a global minimum would be one of the extrapolation.  1/√(∂²R/∂t̂²) is the error bar of t̂*.
     """
     low, high = prior.t_hat_range
-    found = [_first_minimum(_time_slope(prior, [one[None]]), low, high, points) for one in y]
+    found = [first_minimum(_time_slope(prior, [one[None]]), low, high, points) for one in y]
     best, curvature = zip(*found, strict=True)
     return torch.tensor(best, dtype=torch.float64), torch.tensor(curvature, dtype=torch.float64)
 
@@ -103,28 +103,30 @@ def joint_noise_level(
     prior: Prior, images: Sequence[Tensor], points: int = 48
 ) -> tuple[float, float]:
     """The same for images (1, C, H, W) that have one noise level in common, such as parts of a picture."""
-    return _first_minimum(_time_slope(prior, images), *prior.t_hat_range, points)
+    return first_minimum(_time_slope(prior, images), *prior.t_hat_range, points)
 
 
-def _first_minimum(
+def first_minimum(
     slope: Callable[[float], float], low: float, high: float, points: int
 ) -> tuple[float, float]:
-    """Walk down from ``high`` until the slope is no longer positive, then halve the interval.
+    """Walk down from ``high`` to the first minimum that lies below R(high), then halve the interval.
 
-    Where it never changes sign the minimum is an end of the range.
+    The slope at the very end of the range is what training determines worst: where R first rises a little
+    on the way down, ``high`` is a minimum only if no deeper one follows.  Where there is none in between, the
+    minimum is an end of the range.
     """
     step = (high - low) / points
     above, slope_above = high, slope(high)
-    if slope_above <= 0:
-        return high, 0.0
+    fall = 0.0  # R(high) − R(above), by the trapezoidal rule
     for k in range(1, points + 1):
         below = max(high - k * step, low)
         slope_below = slope(below)
-        if slope_below <= 0:
+        if fall >= 0 and slope_above > 0 >= slope_below:
             break
+        fall += 0.5 * (slope_above + slope_below) * (above - below)
         above, slope_above = below, slope_below
     else:
-        return low, 0.0
+        return (low if fall > 0 else high), 0.0
     curvature = (slope_above - slope_below) / (above - below)
     for _ in range(12):  # to a thousandth of a step and less
         middle = 0.5 * (above + below)

@@ -23,7 +23,7 @@ from gncprior.buffers import Buffers
 from gncprior.datasets import Dataset
 from gncprior.errors import GncpriorError
 from gncprior.fidelity import Denoising
-from gncprior.optimizers import AdaBelief, Average, cosine
+from gncprior.optimizers import AdaBelief, Average, cosine, prior_groups
 from gncprior.prior import Prior
 from gncprior.unrolled import DENOISE, Schedules
 from gncprior.unrolled_adjoint import Problem, crops, squared_error
@@ -38,9 +38,11 @@ class Settings:
     batch: int = 14
     size: int = 64
     chunk: int = 4  # images at a time, to stay in cache
-    lr_filters: float = 3e-4
-    lr_splines: float = 3e-4
-    lr_schedules: float = 3e-3
+    lr_filters: float = 3e-3
+    lr_splines: float = 3e-3
+    lr_schedules: float = 1e-2
+    smoothing: float = 3.0
+    t_smoothing: float = 1.0
     lr_end: float = 0.02
     average: float = 0.995
     seed: int = 0
@@ -73,12 +75,13 @@ class FineTuning:
             Parameters(t_hats, etas, prior.t_hat_range)
             for t_hats, etas in zip(schedules.t_hats, schedules.etas, strict=True)
         ]
-        filters = list(self.prior.filters)
-        splines = [p for name, p in self.prior.named_parameters() if name.startswith("splines")]
-        free = [s.free for s in self.schedules]
+        groups = [
+            *prior_groups(self.prior, True, settings.smoothing, settings.t_smoothing),
+            {"params": [s.free for s in self.schedules]},
+        ]
         self.rates = (settings.lr_filters, settings.lr_splines, settings.lr_schedules)
-        self.optimizer = AdaBelief([{"params": p} for p in (filters, splines, free)])
-        self.tensors = [*filters, *splines, *free]
+        self.optimizer = AdaBelief(groups)
+        self.tensors = [p for group in groups for p in group["params"]]
         self.average = Average(self.tensors, settings.average)
         self.buffers = Buffers()
         self.number = 0
@@ -123,9 +126,8 @@ class FineTuning:
         """The averaged model and its schedules."""
         prior = copy.deepcopy(self.prior).requires_grad_(False)
         schedules = copy.deepcopy(self.schedules)
-        filters = list(prior.filters)
-        splines = [p for name, p in prior.named_parameters() if name.startswith("splines")]
-        self.average.copy_to([*filters, *splines, *(s.free.detach() for s in schedules)])
+        splines = [s.weight for s in prior._splines()]
+        self.average.copy_to([*prior.filters, *splines, *(s.free.detach() for s in schedules)])
         with torch.no_grad():
             pairs = [s.schedule() for s in schedules]
         t_hats, etas = (torch.stack(s) for s in zip(*pairs, strict=True))

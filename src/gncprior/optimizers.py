@@ -18,10 +18,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from gncprior.prior import Prior
 
 
 class AdaBelief(torch.optim.Optimizer):
@@ -108,6 +111,28 @@ def smoother(size: int, strength: float) -> Tensor:
     return torch.linalg.inv(
         torch.eye(size, dtype=torch.float64) + strength * second.T @ second
     ).float()
+
+
+def prior_groups(
+    prior: Prior, t_rates: bool, smoothing: float, t_smoothing: float
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The parameter groups of a prior: its filters, and its potentials with ``scales`` and ``smoothers``.
+
+    With ``t_rates`` the rates of the last potentials fall with t: their curvature falls as 1/(t + 0.01), and
+    what is a small step at small t would be noise at large t.  ``smoothing`` and ``t_smoothing`` are the
+    strengths κ over the knots and over those in log t.
+    """
+    weights = [s.weight for s in prior._splines()]
+    splines: dict[str, Any] = {"params": weights}
+    if t_rates:
+        t = prior.architecture.t_grid.centres().exp()
+        scales = [torch.ones_like(w) for w in weights]
+        scales[-1] *= (1 / (1 + 100 * t)).to(scales[-1])[:, None]
+        splines["scales"] = scales
+    if smoothing or t_smoothing:
+        pairs = zip(weights[-1].shape[1:], (t_smoothing, smoothing), strict=True)
+        splines["smoothers"] = [smoother(n, strength).to(weights[-1]) for n, strength in pairs]
+    return {"params": list(prior.filters)}, splines
 
 
 def cosine(step: int, steps: int, end: float, warmup: int = 0) -> float:

@@ -31,7 +31,7 @@ from gncprior.convexity import settle_at_t_max
 from gncprior.datasets import Dataset
 from gncprior.errors import GncpriorError
 from gncprior.gauges import Meter, one_step_psnr
-from gncprior.optimizers import AdaBelief, Average, cosine, smoother
+from gncprior.optimizers import AdaBelief, Average, cosine, prior_groups
 from gncprior.prior import Architecture, Prior
 from gncprior.recipes import Recipe
 from gncprior.runs import Event, RunFolder
@@ -81,23 +81,10 @@ class State:
     def __init__(self, recipe: Recipe, device: torch.device | str = "cpu") -> None:
         self.recipe = recipe
         self.prior = _start(recipe).to(device)
-        self.params = [*self.prior.filters, *(s.weight for s in self.prior._splines())]
-        split = len(self.prior.filters)
-        filters: Event = {"params": self.params[:split]}
-        splines: Event = {"params": self.params[split:]}
-        if recipe.t_rates:
-            # the curvature of the last potentials falls as 1/(t + 0.01), and what is a small step at
-            # small t would be noise at large t
-            t = self.prior.architecture.t_grid.centres().exp()
-            scales = [torch.ones_like(p) for p in splines["params"]]
-            scales[-1] *= (1 / (1 + 100 * t)).to(scales[-1])[:, None]
-            splines["scales"] = scales
-        if recipe.smoothing or recipe.t_smoothing:
-            sizes, strengths = self.params[-1].shape[1:], (recipe.t_smoothing, recipe.smoothing)
-            splines["smoothers"] = [
-                smoother(size, strength).to(device)
-                for size, strength in zip(sizes, strengths, strict=True)
-            ]
+        filters, splines = prior_groups(
+            self.prior, recipe.t_rates, recipe.smoothing, recipe.t_smoothing
+        )
+        self.params = [*filters["params"], *splines["params"]]
         self.optimizer = AdaBelief([filters, splines], weight_decay=recipe.weight_decay)
         for p in self.params:
             self.optimizer.state[p] = {"mean": torch.zeros_like(p), "spread": torch.zeros_like(p)}
