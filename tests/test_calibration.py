@@ -99,8 +99,8 @@ def test_a_small_rise_at_the_end_of_the_range_hides_no_minimum(bump, noise, expe
         edge = bump * max(0.0, 1 + 10 * t_hat) * 5
         return 0.5 * (1 - math.exp(noise - t_hat)) - edge
 
-    found, curvature = first_minimum(slope, -9.0, 0.0, 48)
+    found, curvature = first_minimum(slope, -9.0, 0.0, 32)
     assert found == pytest.approx(expected, abs=1e-3)
     inside = -9 < expected < 0
-    # d/dt̂ of the slope at t̂ = noise is ½, taken as a difference over a 48th of the range
+    # d/dt̂ of the slope at t̂ = noise is ½, taken as a difference over a 32nd of the range
     assert curvature == pytest.approx(0.5 if inside else 0.0, rel=0.2)

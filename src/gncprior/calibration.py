@@ -87,7 +87,7 @@ def calibrate(
 
 
 @torch.no_grad()
-def noise_level(prior: Prior, y: Tensor, points: int = 48) -> tuple[Tensor, Tensor]:
+def noise_level(prior: Prior, y: Tensor, points: int = 32) -> tuple[Tensor, Tensor]:
     """t̂* = the first minimum of R(y,·) met coming down from t̂_max, and ∂²R/∂t̂² there; each (B,).
 
     Pairs of an image and a t much below its noise are never seen in training, so R is extrapolation
@@ -100,7 +100,7 @@ def noise_level(prior: Prior, y: Tensor, points: int = 48) -> tuple[Tensor, Tens
 
 
 def joint_noise_level(
-    prior: Prior, images: Sequence[Tensor], points: int = 48
+    prior: Prior, images: Sequence[Tensor], points: int = 32
 ) -> tuple[float, float]:
     """The same for images (1, C, H, W) that have one noise level in common, such as parts of a picture."""
     return first_minimum(_time_slope(prior, images), *prior.t_hat_range, points)
@@ -109,7 +109,7 @@ def joint_noise_level(
 def first_minimum(
     slope: Callable[[float], float], low: float, high: float, points: int
 ) -> tuple[float, float]:
-    """Walk down from ``high`` to the first minimum that lies below R(high), then halve the interval.
+    """Walk down from ``high`` to the first minimum that lies below R(high), then narrow the interval.
 
     The slope at the very end of the range is what training determines worst: where R first rises a little
     on the way down, ``high`` is a minimum only if no deeper one follows.  Where there is none in between, the
@@ -128,13 +128,15 @@ def first_minimum(
     else:
         return (low if fall > 0 else high), 0.0
     curvature = (slope_above - slope_below) / (above - below)
-    for _ in range(12):  # to a thousandth of a step and less
+    for _ in range(4):
         middle = 0.5 * (above + below)
-        if slope(middle) > 0:
-            above = middle
+        found = slope(middle)
+        if found > 0:
+            above, slope_above = middle, found
         else:
-            below = middle
-    return 0.5 * (above + below), curvature
+            below, slope_below = middle, found
+    # a line is good enough in between
+    return above - (above - below) * slope_above / (slope_above - slope_below), curvature
 
 
 def time_histogram(prior: Prior, images: Sequence[Tensor]) -> Tensor | None:

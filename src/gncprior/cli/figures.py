@@ -107,7 +107,7 @@ def schedules(
     priors: Priors = "",
     data: Data = None,
     limit: Limit = None,
-    crop: Crop = 192,
+    crop: Crop = 128,
     threads: Threads = None,
 ) -> None:
     """Energy and PSNR after every step of predefined, joint and learned smoothing.
@@ -175,7 +175,7 @@ def attainment(
 
     Predefined beside joint smoothing, denoising at σ = 0.1 and 80 % of the pixels missing. An image has
     attained its lowest energy where at most 2 % of the way down to it is missing. One figure for every
-    prior; those of more than one layer get every eighth image.
+    prior; those of more than one layer get every seventeenth image.
 
     **Example:** `gncprior figure attainment --priors r1 --data pictures`
     """

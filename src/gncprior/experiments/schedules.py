@@ -37,7 +37,7 @@ from gncprior.unrolled import DENOISE, Schedules
 
 NAME = "schedules"
 STEPS = 30
-CROP = 192
+CROP = 128
 SCHEMES = {"predefined": plots.BLUE, "joint": plots.VERMILLION, "learned": plots.GREEN}
 
 
