@@ -278,8 +278,8 @@ def test_the_first_bad_pixel_is_named():
 
 def test_the_best_prior_is_the_one_that_scored_best_of_those_with_a_schedule(tmp_path, monkeypatch):
     monkeypatch.setattr(restore, "WEIGHTS", tmp_path)
-    scores = {"r1": 27.0, "r3": 28.0, "r4": 27.5}
-    monkeypatch.setattr(restore, "_score", lambda name: scores.get(name, 0.0))
+    scores = {"r1": 27.0, "r3": 28.0, "r4": 27.5, "r1-denoise": 27.2, "r2-rgb": 30.0}
+    monkeypatch.setattr(restore, "_score", lambda name, _: scores.get(name, 0.0))
 
     def ship(*names):
         for name in names:
@@ -302,16 +302,20 @@ def test_the_best_prior_is_the_one_that_scored_best_of_those_with_a_schedule(tmp
     assert restore._best("best", 3, "inpaint") == "r1"
     assert restore._best("best", 1, "denoise") == restore._best("best", 5, "denoise") == "r3"
     ship("r1-denoise", "r1-denoise-denoise-10", "r3-denoise")  # fine-tuned; one without schedules
-    assert (
-        restore._best("best", 1, "denoise") == restore._best("fast", 1, "denoise") == "r1-denoise"
-    )
+    assert restore._best("fast", 1, "denoise") == "r1-denoise"
+    assert restore._best("best", 1, "denoise") == "r3"  # which is better still
+    scores["r1-denoise"] = 28.5
+    assert restore._best("best", 1, "denoise") == "r1-denoise"
     assert restore._best("best", 3, "denoise") == "r2-rgb"
     assert restore._best("best", 1, "inpaint") == "r1"
 
 
 def test_scores_are_those_of_the_files():
-    assert restore._score("r1") == pytest.approx(27.8023, abs=1e-3)  # docs/training.md
-    assert restore._score("r2") > restore._score("r1")
+    info = unrolled.load_schedules(unrolled.schedules_path("r1", "denoise", 10)).info
+    mean = np.mean([level["validation"] for level in info["scores"].values()])
+    assert restore._score("r1", "denoise") == pytest.approx(mean)
+    assert restore._score("r2", "denoise") > restore._score("r1", "denoise") > 25
+    assert restore._score("nothing", "denoise") == 0
 
 
 @pytest.fixture

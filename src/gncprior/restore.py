@@ -288,36 +288,37 @@ def _choose(
 
 
 def _best(quality: Quality, colours: int, task: str) -> str:
-    """The prior with a learned schedule for the task that scored best, or the shallowest if it should be fast.
+    """The prior whose learned schedules for the task scored best, or the shallowest if it should be fast.
 
-    A picture of three colours gets a prior for colour that has a schedule, and where there is none a prior
-    for grey, channel by channel; among these, one fine-tuned for denoising goes first.  Depth, and colour,
-    pay only with a schedule: they make a step dear, and the few steps of a predefined schedule do not use
-    them.
+    A picture of three colours gets a prior for colour that has schedules, and where there is none a prior
+    for grey, channel by channel; priors fine-tuned for denoising compete with the others of their depth.
+    Depth, and colour, pay only with a schedule: they make a step dear, and the few steps of a predefined
+    schedule do not use them.
     """
     names = [file.stem for file in WEIGHTS.glob(f"*{SUFFIX}")]
 
-    def known(pattern: str) -> dict[int, str]:
-        return {int(match[1]): n for n in names if (match := re.fullmatch(pattern, n))}
+    def known(pattern: str) -> dict[str, int]:
+        """Name → depth."""
+        return {n: int(match[1]) for n in names if (match := re.fullmatch(pattern, n))}
 
-    patterns = {r"r(\d+)-rgb": colours == 3, r"r(\d+)-denoise": task == DENOISE, r"r(\d+)": True}
-    for pattern in (p for p, wanted in patterns.items() if wanted):
-        ready = {depth: n for depth, n in known(pattern).items() if _learned(n, task)}
-        if ready and quality == "best":
-            return ready[max(ready, key=lambda depth: (_score(ready[depth]), depth))]
+    grey = r"r(\d+)(?:-denoise)?" if task == DENOISE else r"r(\d+)"
+    for pattern in (r"r(\d+)-rgb", grey) if colours == 3 else (grey,):
+        ready = {n: depth for n, depth in known(pattern).items() if _learned(n, task)}
+        if quality == "fast":
+            ready = {n: depth for n, depth in ready.items() if depth == min(ready.values())}
         if ready:
-            return ready[min(ready)]
+            return max(ready, key=lambda n: (_score(n, task), ready[n], n))
     if not (rest := known(r"r(\d+)")):
         raise GncpriorError("No prior is shipped with this version: name the file of one.")
-    return rest[min(rest)]
+    return min(rest, key=lambda n: rest[n])
 
 
-def _score(name: str) -> float:
-    """PSNR of one step on the validation images at σ = 25/255, from the prior's file; 0 if not there."""
-    for scores in _load(name).info.get("scores", {}).values():
-        if isinstance(scores, dict) and "psnr_25" in scores:
-            return float(scores["psnr_25"])
-    return 0.0
+def _score(name: str, task: str) -> float:
+    """The mean PSNR over all levels that the schedules of a prior had on crops of validation images."""
+    file = _learned(name, task)
+    scores = load_schedules(file).info.get("scores", {}).values() if file else ()
+    values = [float(s["validation"]) for s in scores if isinstance(s, dict) and "validation" in s]
+    return sum(values) / len(values) if values else 0.0
 
 
 @functools.lru_cache(maxsize=8)

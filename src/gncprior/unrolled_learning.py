@@ -30,6 +30,7 @@ from gncprior.unrolled import DENOISE, Schedules, unroll
 from gncprior.unrolled_adjoint import Problem, crops, squared_error
 
 _LONGEST = 1.8  # r, of the steps of inpainting
+HELD_OUT = 32  # crops of validation images, the same for all that is to be compared
 _EDGE = 0.03  # of the range of t̂; closer to its ends the sigmoid is flat and learning slow
 
 
@@ -184,7 +185,7 @@ def learn_schedules(
     ordered = sorted(levels)
     for number, level in enumerate(ordered, 1):
         problems = crops(training, task, level, count=count, size=size, seed=seed)
-        held_out = crops(validation, task, level, count=min(count, 32), size=size, seed=seed)
+        held_out = crops(validation, task, level, count=HELD_OUT, size=size)
         before = _first_schedule(prior, task, level, steps, start or result)
         tell = None if callback is None else (lambda p, level=level: callback(level, p))
         found = learn_schedule(
@@ -222,15 +223,15 @@ def mean_psnr(prior: Prior, problems: Sequence[Problem], schedule: tuple[Tensor,
 
 
 def scores_of(
-    prior: Prior, images: Dataset, schedules: Schedules, size: int = 96
+    prior: Prior, images: Dataset, schedules: Schedules, size: int = 64
 ) -> dict[str, float]:
-    """The PSNR of 32 crops together, for every level."""
-    return {
-        f"{level:.6g}": mean_psnr(
-            prior, crops(images, schedules.task, level, count=32, size=size), schedules.at(level)
-        )
-        for level in schedules.levels.tolist()
-    }
+    """The PSNR of crops of validation images together, for every level."""
+
+    def score(level: float) -> float:
+        held_out = crops(images, schedules.task, level, count=HELD_OUT, size=size)
+        return mean_psnr(prior, held_out, schedules.at(level))
+
+    return {f"{level:.6g}": score(level) for level in schedules.levels.tolist()}
 
 
 def _first_schedule(

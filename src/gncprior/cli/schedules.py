@@ -123,10 +123,13 @@ def _fine_tune(
     before = scores_of(prior, images[1], schedules, settings.size)
 
     def save(model: "Prior", learned: Schedules) -> None:
-        scores = scores_of(model, images[1], learned, settings.size)
-        about = {"fine-tuned from": name, "settings": asdict(settings), "scores": scores}
-        save_prior(out, model, about)
-        about |= {"before": before, "prior": out.stem, "prior_sha256": fingerprint(model)}
+        about = {"fine-tuned from": name, "settings": asdict(settings)}
+        scores = {
+            level: {"validation": score, "validation before": before[level]}
+            for level, score in scores_of(model, images[1], learned, settings.size).items()
+        }
+        save_prior(out, model, {**about, "scores": scores})
+        about |= {"scores": scores, "prior": out.stem, "prior_sha256": fingerprint(model)}
         Schedules(learned.task, learned.levels, learned.t_hats, learned.etas, about).save(file)
 
     with progress_bar(settings.steps, "batches") as advance:
