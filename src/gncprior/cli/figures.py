@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import App, Parameter
 
@@ -29,6 +30,36 @@ Limit = Annotated[int | None, Parameter(help="Only the first images.")]
 Crop = Annotated[
     int, Parameter(help="Side in pixels of the middle of an image used; 0 is all of it.")
 ]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class What:
+    """The options that figures of the shipped priors have in common."""
+
+    out: Out = FOLDER
+    quick: Quick = False
+    priors: Priors = ""
+    data: Data = None
+    threads: Threads = None
+
+
+ALL = What()
+
+
+def _draw(name: str, run: Callable[..., list[Path]], what: What, **choices: Any) -> None:
+    """Run an experiment with a bar, and say what it wrote."""
+    use_threads(what.threads)
+    with _progress(name) as progress:
+        files = run(
+            what.out,
+            quick=what.quick,
+            priors=_names(what.priors),
+            data=what.data,
+            progress=progress,
+            **choices,
+        )
+    report(files)
 
 
 @contextmanager
@@ -75,12 +106,8 @@ def mixture(*, out: Out = FOLDER, quick: Quick = False) -> None:
 @figure.command
 def parameters(
     *,
-    out: Out = FOLDER,
-    quick: Quick = False,
-    priors: Priors = "",
-    data: Data = None,
+    what: What = ALL,
     limit: Limit = None,
-    threads: Threads = None,
 ) -> None:
     """Filters and functions of the priors, over the range of features that they meet.
 
@@ -91,24 +118,15 @@ def parameters(
     """
     from gncprior.experiments.parameters import run
 
-    use_threads(threads)
-    with _progress("parameters") as progress:
-        files = run(
-            out, quick=quick, priors=_names(priors), data=data, limit=limit, progress=progress
-        )
-    report(files)
+    _draw("parameters", run, what, limit=limit)
 
 
 @figure.command
 def schedules(
     *,
-    out: Out = FOLDER,
-    quick: Quick = False,
-    priors: Priors = "",
-    data: Data = None,
+    what: What = ALL,
     limit: Limit = None,
     crop: Crop = 128,
-    threads: Threads = None,
 ) -> None:
     """Energy and PSNR after every step of predefined, joint and learned smoothing.
 
@@ -119,29 +137,14 @@ def schedules(
     """
     from gncprior.experiments.schedules import run
 
-    use_threads(threads)
-    with _progress("schedules") as progress:
-        files = run(
-            out,
-            quick=quick,
-            priors=_names(priors),
-            data=data,
-            limit=limit,
-            crop=crop,
-            progress=progress,
-        )
-    report(files)
+    _draw("schedules", run, what, limit=limit, crop=crop)
 
 
 @figure.command
 def convexity(
     *,
-    out: Out = FOLDER,
-    quick: Quick = False,
-    priors: Priors = "",
-    data: Data = None,
+    what: What = ALL,
     limit: Limit = None,
-    threads: Threads = None,
 ) -> None:
     """How convex the priors are: the smallest eigenvalue of their Hessian over the smoothing.
 
@@ -152,24 +155,15 @@ def convexity(
     """
     from gncprior.experiments.convexity import run
 
-    use_threads(threads)
-    with _progress("convexity") as progress:
-        files = run(
-            out, quick=quick, priors=_names(priors), data=data, limit=limit, progress=progress
-        )
-    report(files)
+    _draw("convexity", run, what, limit=limit)
 
 
 @figure.command
 def attainment(
     *,
-    out: Out = FOLDER,
-    quick: Quick = False,
-    priors: Priors = "",
-    data: Data = None,
+    what: What = ALL,
     limit: Limit = None,
     crop: Crop = 96,
-    threads: Threads = None,
 ) -> None:
     """Who reaches the lowest energy, and with what PSNR, over the first smoothing t_0 and the steps I.
 
@@ -181,31 +175,16 @@ def attainment(
     """
     from gncprior.experiments.attainment import run
 
-    use_threads(threads)
-    with _progress("attainment") as progress:
-        files = run(
-            out,
-            quick=quick,
-            priors=_names(priors),
-            data=data,
-            limit=limit,
-            crop=crop,
-            progress=progress,
-        )
-    report(files)
+    _draw("attainment", run, what, limit=limit, crop=crop)
 
 
 @figure.command
 def gallery(
     *,
-    out: Out = FOLDER,
-    quick: Quick = False,
-    priors: Priors = "",
-    data: Data = None,
+    what: What = ALL,
     images: Annotated[
         str, Parameter(help="Positions of images in the order of file names, from 0.")
     ] = "2,21,47",
-    threads: Threads = None,
 ) -> None:
     """Before and after, enlarged: noise of σ = 0.1, and 80 % of the pixels missing.
 
@@ -216,28 +195,14 @@ def gallery(
     positions = _numbers(images)
     from gncprior.experiments.gallery import run
 
-    use_threads(threads)
-    with _progress("gallery") as progress:
-        files = run(
-            out,
-            quick=quick,
-            priors=_names(priors),
-            data=data,
-            images=positions,
-            progress=progress,
-        )
-    report(files)
+    _draw("gallery", run, what, images=positions)
 
 
 @figure.command
 def sampling(
     *,
-    out: Out = FOLDER,
-    quick: Quick = False,
-    priors: Priors = "",
-    data: Data = None,
+    what: What = ALL,
     limit: Limit = None,
-    threads: Threads = None,
 ) -> None:
     """Pictures drawn from the priors by annealed Langevin dynamics, to see what they have learned.
 
@@ -248,12 +213,7 @@ def sampling(
     """
     from gncprior.experiments.sampling import run
 
-    use_threads(threads)
-    with _progress("sampling") as progress:
-        files = run(
-            out, quick=quick, priors=_names(priors), data=data, limit=limit, progress=progress
-        )
-    report(files)
+    _draw("sampling", run, what, limit=limit)
 
 
 @figure.command
