@@ -10,8 +10,10 @@ from gncprior import GncpriorError, cli
 from gncprior.buffers import Buffers
 from gncprior.checkpoints import load_prior, save_prior, write_tensors
 from gncprior.datasets import Dataset
+from gncprior.experiments.common import HARBOUR
 from gncprior.fidelity import Denoising, Inpainting
 from gncprior.finetuning import FineTuning, Settings, fine_tune
+from gncprior.images import read_image
 from gncprior.prior import Architecture, Prior
 from gncprior.sensitivities import gradient_adjoint
 from gncprior.unrolled import (
@@ -86,6 +88,23 @@ def test_sensitivities_are_the_derivatives_of_the_gradient(layers):
     hv, mixed = gradient_adjoint(prior, x.detach(), t_hat.detach(), v)
     torch.testing.assert_close(hv, dx, rtol=1e-9, atol=1e-9 * float(dx.abs().max()))
     torch.testing.assert_close(mixed, dt, rtol=1e-9, atol=0)
+
+
+def test_halved_products_change_the_sensitivities_little():
+    """By the kernels of this processor; those without bfloat16 change nothing."""
+    prior = load_prior("r2").requires_grad_(True)
+    generator = torch.Generator().manual_seed(2)
+    picture = torch.from_numpy(read_image(HARBOUR)[60:108, 20:68].copy())[None, None] / 255
+    x = picture + 0.1 * torch.randn(picture.shape, generator=generator)
+    v = torch.randn(x.shape, generator=generator)
+    found = []
+    for half in (False, True):
+        prior.zero_grad()
+        hv, _ = gradient_adjoint(prior, x, torch.tensor([-4.6]), v, parameters=True, half=half)
+        found.append([hv.clone(), *(p.grad.clone() for p in prior.parameters())])
+    off = [float((b - a).norm() / a.norm()) for a, b in zip(*found, strict=True)]
+    assert off[0] < 0.005
+    assert max(off) < 0.03
 
 
 @layers

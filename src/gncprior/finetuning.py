@@ -45,6 +45,7 @@ class Settings:
     t_smoothing: float = 1.0
     lr_end: float = 0.02
     average: float = 0.995
+    half: bool = True  # products of bfloat16 on the way back, where the processor has them
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -107,7 +108,7 @@ class FineTuning:
             problem = _problem(x[part], noise[part], self.levels[s])
             errors, dt, de = squared_error(
                 self.prior, problem, t_hats.detach()[:, s], etas.detach()[:, s], self.buffers,
-                weights=weights[part], parameters=True,
+                weights=weights[part], parameters=True, half=settings.half,
             )  # fmt: skip
             loss += float((errors * weights[part]).sum())
             dt_hats = dt_hats.index_add(1, s, dt)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gncprior.buffers import Buffers
-from gncprior.filters import convolve_into, convolve_transpose_into, weight_grad, zero_mean
+from gncprior.filters import convolve_into, convolve_transpose_into, weight_grad_into, zero_mean
 from gncprior.prior import Prior
 from gncprior.splines import differentiate_transpose, evaluate_into, scatter
 
@@ -28,73 +28,68 @@ from gncprior.splines import differentiate_transpose, evaluate_into, scatter
 @torch.no_grad()
 def gradient_adjoint(
     prior: Prior, x: Tensor, t_hat: Tensor, v: Tensor,
-    *, buffers: Buffers | None = None, parameters: bool = False,
+    *, buffers: Buffers | None = None, parameters: bool = False, half: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """∇²R(x,t̂) v, in memory of ``buffers``, and ⟨v, ∂_t̂∇R(x,t̂)⟩ per image, (B,) in float64.
 
     t̂ is one value per image, (B,).  With ``parameters`` the derivative of ⟨∇R, v⟩, summed over images,
-    is added to ``grad`` of every parameter.
+    is added to ``grad`` of every parameter.  With ``half`` inner filters may multiply in bfloat16.
     """
     buffers = Buffers() if buffers is None else buffers
     with torch.set_grad_enabled(parameters):  # the small map from weights to tables is autograd's
         layers = prior.collapse(t_hat, derivatives=1)
     filters = prior.kernels()
-    last = len(filters) - 1
-    shape = (len(x), prior.architecture.filters, *x.shape[2:])
+    images, last = len(x), len(filters) - 1
+    shape = (images, prior.architecture.filters, *x.shape[2:])
 
-    def features(name: str) -> Tensor:
-        return buffers.get(name, shape, x)
+    def pairs(name: str) -> Tensor:
+        """Two features in one batch, so that a filter meets both in one go."""
+        return buffers.get(name, (2 * images, *shape[1:]), x)
 
-    h, dh = x.contiguous(), v.contiguous()
-    inputs, u, du, slope, curvature = [(h, dh)], [], [], [], []
+    inputs = [torch.cat([x, v], out=buffers.get("inputs 0", (2 * images, *x.shape[1:]), x))]
+    features, outputs = [], []  # [u, u̇] and [ġ, g], which are φ'' and φ' at first
     for i, (k, phi) in enumerate(zip(filters, layers, strict=True)):
-        u.append(convolve_into(h, k, features(f"u {i}")))
-        du.append(convolve_into(dh, k, features(f"du {i}")))
-        slope.append(features(f"slope {i}"))
-        curvature.append(features(f"curvature {i}"))
-        outputs = (features(f"h {i}") if i < last else None, slope[i], curvature[i])
-        evaluate_into(u[i], phi.tables[0], phi.inverse_gamma, *outputs)
+        features.append(convolve_into(inputs[i], k, pairs(f"features {i}"), half and i > 0))
+        outputs.append(pairs(f"outputs {i}"))
+        (u, du), (curvature, slope) = features[i].split(images), outputs[i].split(images)
         if i < last:
-            h, dh = features(f"h {i}"), torch.mul(slope[i], du[i], out=features(f"dh {i}"))
-            inputs.append((h, dh))
+            inputs.append(pairs(f"inputs {i + 1}"))
+        h, dh = inputs[i + 1].split(images) if i < last else (None, None)
+        evaluate_into(u, phi.tables[0], phi.inverse_gamma, h, slope, curvature)
+        if dh is not None:
+            torch.mul(slope, du, out=dh)
 
-    mixed = torch.zeros(len(x), dtype=torch.float64, device=x.device)
+    mixed = torch.zeros(images, dtype=torch.float64, device=x.device)
     a: Tensor | None = None
     da: Tensor | None = None
-    product: Tensor | None = None
     table_grads: list[Tensor] = []
     for i in reversed(range(last + 1)):
         phi, k = layers[i], filters[i]
-        # u̇·a, ġ and g take the places of u̇, φ'' and φ'
-        ua = du[i] if a is None else du[i].mul_(a)
-        dg = curvature[i].mul_(ua)
-        g = slope[i]
+        (u, du), (dg, g) = features[i].split(images), outputs[i].split(images)
+        ua = du if a is None else du.mul_(a)
+        dg.mul_(ua)
         if a is not None and da is not None:
             dg.addcmul_(g, da)
             g.mul_(a)
-        rate = None if da is None else features("rate")
-        rate_slope = features("rate slope")
-        evaluate_into(u[i], phi.tables[1].detach(), phi.inverse_gamma, rate, rate_slope)
+        rate = None if da is None else buffers.get("rate", shape, x)
+        rate_slope = buffers.get("rate slope", shape, x)
+        evaluate_into(u, phi.tables[1].detach(), phi.inverse_gamma, rate, rate_slope)
         mixed += _total(rate_slope.mul_(ua))
         if rate is not None and da is not None:
             mixed += _total(rate.mul_(da))
         if parameters:
-            moments = scatter(u[i], ua, phi.inverse_gamma, phi.knots)
+            moments = scatter(u, ua, phi.inverse_gamma, phi.knots)
             moments = differentiate_transpose(moments, phi.inverse_gamma)
             if da is not None:
-                moments = moments + scatter(u[i], da, phi.inverse_gamma, phi.knots)
+                moments = moments + scatter(u, da, phi.inverse_gamma, phi.knots)
             table_grads.insert(0, moments.to(x.dtype))
-            size = (k.shape[-2], k.shape[-1])
-            grad = weight_grad(inputs[i][1], g, size) + weight_grad(inputs[i][0], dg, size)
+            grad = weight_grad_into(inputs[i], outputs[i], torch.empty_like(k), half and i > 0)
             _add(prior.filters[i], zero_mean(grad) if i == 0 else grad)
         if i:
-            a = convolve_transpose_into(g, k, features("a"))
-            da = convolve_transpose_into(dg, k, features("da"))
-        else:
-            product = convolve_transpose_into(dg, k, buffers.get("product", x.shape, x))
+            da, a = convolve_transpose_into(outputs[i], k, pairs("adjoints"), half).split(images)
+    product = convolve_transpose_into(dg, filters[0], buffers.get("product", x.shape, x))
     if parameters:
         torch.autograd.backward([phi.tables[0] for phi in layers], table_grads)
-    assert product is not None
     return product, mixed
 
 

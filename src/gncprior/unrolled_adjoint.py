@@ -77,13 +77,13 @@ def crops(
 @torch.no_grad()
 def squared_error(
     prior: Prior, problem: Problem, t_hats: Tensor, etas: Tensor, buffers: Buffers,
-    *, weights: Tensor | None = None, parameters: bool = False,
+    *, weights: Tensor | None = None, parameters: bool = False, half: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """‖x_I − x̂‖² of every image (B,), and its derivatives in t̂ and η, each (I, B), in float64.
 
     t̂ and η are (I,), or (I, B) for one schedule per image.  ``weights`` (B,) multiply the errors before
     they are differentiated; with ``parameters`` the derivatives of their sum in all parameters of the
-    prior are added to ``grad``.
+    prior are added to ``grad``.  With ``half`` inner filters may multiply in bfloat16 on the way back.
     """
     x, fidelity = problem.x0, problem.fidelity
     shape = (len(t_hats), len(x))
@@ -105,7 +105,7 @@ def squared_error(
         # the derivatives of ⟨∇R, −ηv⟩
         v_eta = v * -_spread(sizes[i])
         hv, dt_hats[i] = gradient_adjoint(
-            prior, points[i], times[i], v_eta, buffers=buffers, parameters=parameters
+            prior, points[i], times[i], v_eta, buffers=buffers, parameters=parameters, half=half
         )
         v = v + hv
     return errors, dt_hats, detas
