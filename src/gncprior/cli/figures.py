@@ -169,7 +169,7 @@ def attainment(
 
     Predefined beside joint smoothing, denoising at σ = 0.1 and 80 % of the pixels missing. An image has
     attained its lowest energy where at most 2 % of the way down to it is missing. One figure for every
-    prior; those of more than one layer get every seventeenth image.
+    prior; those of more than one layer get every seventeenth image and every other t_0.
 
     **Example:** `gncprior figure attainment --priors r1 --data pictures`
     """

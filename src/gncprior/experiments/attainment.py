@@ -52,7 +52,7 @@ STARTS = 9  # values of t_0 from t_min to t_max
 STEPS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144)
 TOLERANCE = 0.02
 CROP = 96
-STRIDE = 17  # deep priors are dear: every seventeenth image, four in all
+STRIDE, DEEP_STARTS = 17, 5  # deep priors are dear: every seventeenth image, every other t_0
 
 
 def run(
@@ -67,7 +67,7 @@ def run(
 ) -> list[Path]:
     """Compute, save and draw attainment-PRIOR; of every image the middle, crop × crop (0: all of it).
 
-    Priors of more than one layer get every seventeenth image.
+    Priors of more than one layer get every seventeenth image and every other t_0.
     """
     files: list[Path] = []
     models = open_priors(priors)
@@ -78,7 +78,9 @@ def run(
 
         stride = 1 if quick or prior.architecture.layers == 1 else STRIDE
         images = pictures(data, limit, quick, stride)
-        starts, steps = (3, (1, 3, 9)) if quick else (STARTS, STEPS)
+        starts, steps = STARTS if stride == 1 else DEEP_STARTS, STEPS
+        if quick:
+            starts, steps = 3, (1, 3, 9)
         facts = measure(prior, images, starts, steps, crop=crop, stride=stride, progress=watch)
         every = "" if stride == 1 else f", every {stride}th"
         part = f", middle {crop}×{crop}" if crop else ""
