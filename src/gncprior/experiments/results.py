@@ -41,13 +41,14 @@ METHODS = {
     BM3D: BM3D,
 }
 # Steps and t_0 of the schemes that are not learned, chosen with r1 at σ = 0.1 on the first eight validation
-# images (`gncprior evaluate --set val --limit 8`), and for inpainting on two of them.
+# images (`gncprior evaluate --set val --limit 8`), and for inpainting on two or three of them.
 CHOICES = {
     (DENOISE, "scheduled"): "--steps 5",
     (DENOISE, "joint"): "--steps 6 --t0 0.003",
     (INPAINT, "scheduled"): "--steps 60",
-    (INPAINT, "joint"): "--steps 30",
+    (INPAINT, "joint"): "--steps 240",
 }
+DEEP_CHOICES = CHOICES | {(INPAINT, "joint"): "--steps 30"}  # more would take too long
 COLOUR_LEVEL = 25  # of 255
 LEARNED = (10, 30)  # steps
 Reports = list[dict[str, Any]]
@@ -93,7 +94,7 @@ def commands(priors: Sequence[str], folder: str = "out/scores") -> list[str]:
         few = f"{SIGMA:g}" if deep else SIGMAS
         some = " --limit 17" if deep else ""
         add(f"--sigma {SIGMAS} --prior {name} --method tweedie", f"{file}-denoise-tweedie")
-        for (task, method), choice in CHOICES.items():
+        for (task, method), choice in (DEEP_CHOICES if deep else CHOICES).items():
             # the t_0 of joint denoising is one for σ = 0.1
             levels = f"--sigma {SIGMA:g}" if method == "joint" else f"--sigma {few}"
             if task == INPAINT:
