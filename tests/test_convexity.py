@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gncprior.convexity import settle_at_t_max, smallest_curvature
+from gncprior.convexity import settle_at_t_max, smallest_curvature, steady_at_t_max
 from gncprior.prior import Architecture, Prior
 
 
@@ -90,6 +90,40 @@ def test_settling_is_a_projection():
             squares = taken @ powers[2]
             assert (squares < 1e-9).all()
             assert (squares > -1e-9).any()
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_a_steadied_prior_rises_towards_t_max_the_more_the_less_noise_there_is(layers):
+    prior = rough_prior(layers)
+    settle_at_t_max(prior)
+    low, high = prior.t_hat_range
+    below = high - 1.5 * prior.architecture.t_grid.gamma
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(4, 1, 9, 8, generator=generator).double()
+    x = x - x.mean((2, 3), keepdim=True)
+    before = [prior.energy_and_grad(x, t) for t in (low, below - 1e-9, high)]
+    steady_at_t_max(prior)
+    after = [prior.energy_and_grad(x, t) for t in (low, below - 1e-9, high)]
+    for old, new in zip(before, after, strict=True):
+        for one, other in zip(old, new, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    # ∂_t̂R − ∂_t̂R(0) is between −1 and −½ times the quadratic part of R, where there is no linear one
+    slopes = torch.stack([prior.t_derivatives(s * x, high)[0] for s in (0.0, 0.5, 1.0)])
+    energies = torch.stack([prior.energy(s * x, high) for s in (-1.0, 0.0, 1.0)])
+    square = (energies[0] + energies[2]) / 2 - energies[1]
+    share = (slopes[2] - slopes[0]) / square
+    assert slopes[0].gt(slopes[1]).all() and slopes[1].gt(slopes[2]).all()
+    if layers == 1:
+        assert share.gt(-1 - 1e-6).all() and share.lt(-0.5 + 1e-6).all()
+
+
+def test_a_start_that_falls_as_noise_does_is_steady_already():
+    """½‖x‖²/(t + 0.01): ρ = t/(t + 0.01), which the splines in t̂ have to within their error."""
+    prior = Prior(Architecture(layers=2)).double().start().requires_grad_(False)
+    before = [s.weight.clone() for s in prior._splines()]
+    steady_at_t_max(prior)
+    for splines, weight in zip(prior._splines(), before, strict=True):
+        assert (splines.weight - weight).abs().max() < 0.05 * weight.abs().max()
 
 
 def test_parabolas_that_open_downwards_become_lines():

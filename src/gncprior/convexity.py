@@ -9,6 +9,11 @@ Convexity at t_max can also be had by construction: R(·,t) is convex if the las
 that open upwards and the inner functions are lines.  That is where the paper sees them tend, and at t_max,
 where noise outweighs the image, it costs little.  :func:`settle_at_t_max` keeps them there, step by
 step of training, so that the rest of the prior learns around it.
+
+The slope in t̂ at the very end of its range is what training sees least of.  With last potentials a u² + …
+there and inner functions that stand still, ∂_t̂R = const + Σ ȧ u²; and where ȧ/a is between −1, as for pure noise
+(R = ‖x‖²/2t), and −½, R rises towards t_max the more, the less noise a picture has.  So it should:
+minimisation over t̂ starts there.  :func:`steady_at_t_max` sees to it after training.
 """
 
 from __future__ import annotations
@@ -86,6 +91,32 @@ def settle_at_t_max(prior: Prior) -> None:
         wanted = _closest(c, splines.x_grid.centres().to(c), degree=2 if last else 1)
         share = basis / basis.square().sum()
         splines.weight.add_((share[:, None] * (wanted - c)[:, None, :]).to(splines.weight))
+
+
+@torch.no_grad()
+def steady_at_t_max(prior: Prior) -> None:
+    """At t_max, where :func:`settle_at_t_max` was, let inner functions stand still and parabolas fall with t̂.
+
+    ∂_t̂φ becomes 0 in the inner layers and in the last one −ρ a u², with the learned ρ clamped to [½, 1].
+    Only the two weights beyond t_max change, so nothing does for t̂ below t̂_max by 1½ knots or more.
+    """
+    for splines in prior._splines():
+        last = splines is prior._splines()[-1]
+        top = torch.tensor([splines.t_grid.high], dtype=torch.float64)
+        value, slope = (
+            time_basis(top, splines.t_grid, order)[0].to(splines.weight.device) for order in (0, 1)
+        )
+        c, now = (torch.einsum("o,jol->jl", b, splines.weight.double()) for b in (value, slope))
+        wanted = torch.zeros_like(now)
+        if last:
+            mu = splines.x_grid.centres().to(c)
+            powers = mu[:, None] ** torch.arange(3, device=mu.device)
+            (a, rate) = (torch.linalg.lstsq(powers, f.T).solution[2] for f in (c, now))
+            rho = (-rate / a.clamp_min(1e-12)).clamp(0.5, 1.0)
+            wanted = -(rho * a)[:, None] * mu**2
+        system = torch.stack([value[-2:], slope[-2:]])  # the value stays, the slope is as wanted
+        change = torch.linalg.solve(system, torch.tensor([0.0, 1.0]).to(system))
+        splines.weight[:, -2:] += (change[:, None] * (wanted - now)[:, None, :]).to(splines.weight)
 
 
 def _closest(c: Tensor, mu: Tensor, degree: int) -> Tensor:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from gncprior.calibration import calibrate, centre
 from gncprior.checkpoints import load_prior, save_prior
-from gncprior.convexity import settle_at_t_max
+from gncprior.convexity import settle_at_t_max, steady_at_t_max
 from gncprior.datasets import Dataset
 from gncprior.errors import GncpriorError
 from gncprior.gauges import Meter, one_step_psnr
@@ -262,7 +262,7 @@ class _Loop:
         return None
 
     def finish(self, run: RunFolder) -> Outcome:
-        """Centre and calibrate the averaged weights, score them and write the prior."""
+        """Steady, centre and calibrate the averaged weights, score them and write the prior."""
         recipe, prior = self.state.recipe, self.state.averaged()
         info: Event = {
             "recipe": dataclasses.asdict(recipe),
@@ -271,6 +271,8 @@ class _Loop:
             "seed": recipe.seed,
             "skipped": self.state.skipped,
         }
+        if recipe.convex:
+            steady_at_t_max(prior)
         if recipe.calibrate:
             centre(prior)
             images = self.training.cropped(CALIBRATION_SIZE)

@@ -78,9 +78,8 @@ def run(
 
         stride = 1 if quick or prior.architecture.layers == 1 else STRIDE
         images = pictures(data, limit, quick, stride)
-        starts, steps = STARTS if stride == 1 else DEEP_STARTS, STEPS
-        if quick:
-            starts, steps = 3, (1, 3, 9)
+        starts = 3 if quick else STARTS if stride == 1 else DEEP_STARTS
+        steps = (1, 3, 9) if quick else STEPS
         facts = measure(prior, images, starts, steps, crop=crop, stride=stride, progress=watch)
         every = "" if stride == 1 else f", every {stride}th"
         part = f", middle {crop}×{crop}" if crop else ""
