@@ -163,7 +163,7 @@ def attainment(
     *,
     what: What = ALL,
     limit: Limit = None,
-    crop: Crop = 96,
+    crop: Crop = 64,
 ) -> None:
     """Who reaches the lowest energy, and with what PSNR, over the first smoothing t_0 and the steps I.
 

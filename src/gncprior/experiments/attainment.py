@@ -51,7 +51,7 @@ SCHEMES = ("predefined", "joint")
 STARTS = 9  # values of t_0 from t_min to t_max
 STEPS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144)
 TOLERANCE = 0.02
-CROP = 96
+CROP = 64
 STRIDE, DEEP_STARTS = 17, 5  # deep priors are dear: every seventeenth image, every other t_0
 
 

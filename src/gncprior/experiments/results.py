@@ -79,7 +79,7 @@ def commands(priors: Sequence[str], folder: str = "out/scores") -> list[str]:
     """The commands that measure everything on the page, for the named priors or those shipped.
 
     A step of a deep prior is dear.  With more than one layer, schemes of many steps are measured at σ = 0.1
-    only, and inpainting and the noise level on the first quarter of the images.
+    only, and inpainting and the noise level on the first nine images.
     """
     lines = []
 
@@ -92,7 +92,7 @@ def commands(priors: Sequence[str], folder: str = "out/scores") -> list[str]:
     for name, prior in open_priors(priors).items():
         deep, file = prior.architecture.layers > 1, Path(name).stem
         few = f"{SIGMA:g}" if deep else SIGMAS
-        some = " --limit 17" if deep else ""
+        some = " --limit 9" if deep else ""
         add(f"--sigma {SIGMAS} --prior {name} --method tweedie", f"{file}-denoise-tweedie")
         for (task, method), choice in (DEEP_CHOICES if deep else CHOICES).items():
             # the t_0 of joint denoising is one for σ = 0.1
