@@ -148,7 +148,7 @@ def convexity(
 ) -> None:
     """How convex the priors are: the smallest eigenvalue of their Hessian over the smoothing.
 
-    Of the middle, 64 × 64 pixels, of each image (eight by default) with noise of variance t; the
+    Of the middle, 64 × 64 pixels, of each image (four by default) with noise of variance t; the
     constant image, which no filter sees, is left out. Convex where it is not below zero.
 
     **Example:** `gncprior figure convexity --priors r1,r3 --data pictures`

@@ -23,7 +23,7 @@ from gncprior.prior import Prior
 NAME = "convexity"
 CROP = 64
 POINTS, QUICK_POINTS = 17, 4  # values of t̂
-IMAGES = 8  # by default
+IMAGES = 4  # by default
 
 
 def run(
