@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from gncprior.buffers import Buffers
+from gncprior.calibration import centre
 from gncprior.datasets import Dataset
 from gncprior.errors import GncpriorError
 from gncprior.fidelity import Denoising
@@ -124,11 +125,12 @@ class FineTuning:
         return Progress(self.number, loss)
 
     def result(self) -> tuple[Prior, Schedules]:
-        """The averaged model and its schedules."""
+        """The averaged model, with potentials centred as after training, and its schedules."""
         prior = copy.deepcopy(self.prior).requires_grad_(False)
         schedules = copy.deepcopy(self.schedules)
         splines = [s.weight for s in prior._splines()]
         self.average.copy_to([*prior.filters, *splines, *(s.free.detach() for s in schedules)])
+        centre(prior)
         with torch.no_grad():
             pairs = [s.schedule() for s in schedules]
         t_hats, etas = (torch.stack(s) for s in zip(*pairs, strict=True))
