@@ -79,7 +79,8 @@ def commands(priors: Sequence[str], folder: str = "out/scores") -> list[str]:
     """The commands that measure everything on the page, for the named priors or those shipped.
 
     A step of a deep prior is dear.  With more than one layer, schemes of many steps are measured at σ = 0.1
-    only, and inpainting and the noise level on the first nine images.
+    only, and inpainting and the noise level on the first nine images; with more than two, the longest schemes of
+    denoising on the first quarter of the images.
     """
     lines = []
 
@@ -93,16 +94,19 @@ def commands(priors: Sequence[str], folder: str = "out/scores") -> list[str]:
         deep, file = prior.architecture.layers > 1, Path(name).stem
         few = f"{SIGMA:g}" if deep else SIGMAS
         some = " --limit 9" if deep else ""
+        quarter = " --limit 17" if prior.architecture.layers > 2 else ""
         add(f"--sigma {SIGMAS} --prior {name} --method tweedie", f"{file}-denoise-tweedie")
         for (task, method), choice in (DEEP_CHOICES if deep else CHOICES).items():
             # the t_0 of joint denoising is one for σ = 0.1
-            levels = f"--sigma {SIGMA:g}" if method == "joint" else f"--sigma {few}"
+            levels = f"--sigma {few}"
+            if method == "joint":
+                levels = f"--sigma {SIGMA:g}{quarter}"
             if task == INPAINT:
                 levels = f"--missing {MISSING:g}{some}"
             words = f"--task {task} {levels} --prior {name} --method {method}"
             add(f"{words} {choice}", f"{file}-{task}-{method}")
         for steps in learned(name, DENOISE):
-            levels = SIGMAS if steps <= LEARNED[0] else few
+            levels = SIGMAS if steps <= LEARNED[0] else f"{few}{quarter}"
             words = f"--sigma {levels} --prior {name} --steps {steps}"
             add(words, f"{file}-denoise-learned-{steps}")
         for steps in learned(name, INPAINT):
@@ -117,7 +121,7 @@ def commands(priors: Sequence[str], folder: str = "out/scores") -> list[str]:
                 words = f"--sigma {SIGMAS} --prior {name} --steps {steps}"
                 add(words, f"{name}-learned-{steps}")
         colour = [name for name in shipped() if re.fullmatch(r"r\d+-rgb", name)]
-        for name in [*[name.removesuffix("-rgb") for name in colour], *colour]:
+        for name in [*(name.removesuffix("-rgb") for name in colour[:1]), *colour]:
             for steps in learned(name, DENOISE)[:1]:
                 words = f"--colour --sigma {COLOUR_LEVEL}/255 --prior {name} --steps {steps}"
                 add(words, f"{name}-colour-learned-{steps}")
