@@ -119,7 +119,7 @@ def commands(priors: Sequence[str], folder: str = "out/scores") -> list[str]:
         for name in tuned:
             for steps in learned(name, DENOISE):
                 words = f"--sigma {SIGMAS} --prior {name} --steps {steps}"
-                add(words, f"{name}-learned-{steps}")
+                add(words, f"{name}-denoise-learned-{steps}")
         colour = [name for name in shipped() if re.fullmatch(r"r\d+-rgb", name)]
         for name in [*(name.removesuffix("-rgb") for name in colour[:1]), *colour]:
             for steps in learned(name, DENOISE)[:1]:
