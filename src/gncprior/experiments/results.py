@@ -61,6 +61,8 @@ CAPTIONS = {
     "attainment-r1": "Share of images that attain their lowest energy, and mean PSNR, over the first "
     "smoothing t_0 and the number of steps I. Attained: of the way from the energy of x_0 down to the lowest "
     "found for the image in any cell, at most 2 % is missing; the energy is R + D at t_min.",
+    "attainment-r2": "The same for R_2 on four images, over every other t_0.",
+    "attainment-r3": "The same for R_3.",
     "schedules": "Energy R + D at t_min, and PSNR, after every step, means over the images; dots mark the "
     "highest PSNR.",
     "gallery": "Noisy at σ = 0.1, and with 80 % of the pixels missing; restored; original. PSNR is of the "
