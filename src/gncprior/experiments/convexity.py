@@ -76,8 +76,8 @@ def draw(data: dict[str, np.ndarray], out: Path) -> list[Path]:
             ax.fill_between(t, values.min(1), values.max(1), color=color, alpha=0.2, linewidth=0)
         ax.axhline(0, color="0.5", linewidth=0.8)
         ax.annotate(
-            "convex above", (1, 0), (-2, 2), xycoords=ax.get_yaxis_transform(),
-            textcoords="offset points", color="0.4", ha="right", fontsize=8,
+            "convex above", (0, 0), (2, 2), xycoords=ax.get_yaxis_transform(),
+            textcoords="offset points", color="0.4", ha="left", fontsize=8,
         )  # fmt: skip
         ax.set(
             xlabel="smoothing variance $t$",
