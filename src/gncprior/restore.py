@@ -316,7 +316,13 @@ def _best(quality: Quality, colours: int, task: str) -> str:
 def _score(name: str, task: str) -> float:
     """The mean PSNR over all levels that the schedules of a prior had on crops of validation images."""
     file = _learned(name, task)
-    scores = load_schedules(file).info.get("scores", {}).values() if file else ()
+    return 0.0 if file is None else _validation(file)
+
+
+@functools.lru_cache(maxsize=32)
+def _validation(file: Path) -> float:
+    """The same of a file of schedules, read once however many pictures there are; 0 if it has no scores."""
+    scores = load_schedules(file).info.get("scores", {}).values()
     values = [float(s["validation"]) for s in scores if isinstance(s, dict) and "validation" in s]
     return sum(values) / len(values) if values else 0.0
 
