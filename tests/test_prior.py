@@ -485,27 +485,3 @@ def test_what_does_not_fit_is_refused_with_a_sentence():
     ]:  # fmt: skip
         with pytest.raises(GncpriorError, match=r"\.$"):
             Architecture(**bad)
-
-
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 3), (2, 3)])
-def test_a_deepened_prior_is_the_same_energy(before, after):
-    prior = Prior(Architecture(layers=before, filters=5, first_size=3, x_knots=31)).double().start()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in prior.parameters():
-            p += 0.05 * torch.randn(p.shape, generator=generator, dtype=torch.float64)
-    deep = prior.deepened(after)
-    assert deep.architecture.layers == after
-    x = torch.randn(2, 1, 7, 6, generator=generator, dtype=torch.float64)
-    for t_hat in (-8.0, -1.0):
-        torch.testing.assert_close(
-            deep.energy(x, t_hat), prior.energy(x, t_hat), rtol=1e-10, atol=0
-        )
-        torch.testing.assert_close(deep.grad(x, t_hat), prior.grad(x, t_hat), rtol=1e-9, atol=1e-9)
-
-
-def test_what_cannot_be_deepened_is_refused():
-    with pytest.raises(GncpriorError, match="2 layers cannot start one of 1"):
-        Prior(Architecture(layers=2, filters=3)).deepened(1)
-    with pytest.raises(GncpriorError, match="scaled variant"):
-        Prior(Architecture(filters=3, scaled=True)).deepened(2)

@@ -22,6 +22,7 @@ from gncprior import GncpriorError, checkpoints, cli, training
 from gncprior.checkpoints import load_prior, read_tensors, write_tensors
 from gncprior.convexity import smallest_curvature
 from gncprior.datasets import Dataset
+from gncprior.deepening import deepened
 from gncprior.gauges import one_step_psnr
 from gncprior.recipes import Recipe, read_recipe, recipe_names
 from gncprior.runs import RunFolder
@@ -678,7 +679,7 @@ def test_training_starts_from_a_prior_of_fewer_layers(tmp_path):
     shallow = State(Recipe(**small, seed=3)).prior
     checkpoints.save_prior(file, shallow)
     started = State(Recipe(**small, layers=2, start=str(file))).prior
-    want = shallow.deepened(2).state_dict()
+    want = deepened(shallow, 2).state_dict()
     assert all(torch.equal(value, want[name]) for name, value in started.state_dict().items())
     assert all(p.requires_grad for p in started.parameters())
     with pytest.raises(GncpriorError, match="the recipe wants"):

@@ -17,7 +17,7 @@ closed form: with u_l = K_l h_{l−1}, h_l = φ_l(u_l),
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -128,36 +128,6 @@ class Prior(nn.Module):
             scale = scale * (spread**2 + t)
         last.weight.mul_(scale.to(last.weight)[:, None])
         return self
-
-    @torch.no_grad()
-    def deepened(self, layers: int) -> Prior:
-        """The same energy as a prior of more layers: each new one is an identity before the last potentials.
-
-        K = δ and φ = identity change nothing, so that training of R_{L+1} can start where R_L ended.
-        """
-        a = self.architecture
-        if layers < a.layers:
-            raise GncpriorError(f"A prior of {a.layers} layers cannot start one of {layers}.")
-        if a.scaled and layers > a.layers:
-            # its first functions take √(s²+t) off, so an identity there would change the energy
-            raise GncpriorError("The scaled variant cannot be made deeper.")
-        deep = Prior(replace(a, layers=layers)).to(self.filters[0])
-        for new, old in zip(deep.filters, self.filters, strict=False):
-            new.copy_(old)
-        for w in list(deep.filters)[a.layers :]:
-            centre = a.inner_size // 2
-            w[:, :, centre, centre] = torch.eye(a.filters)
-        mine, others = self._splines(), deep._splines()
-        for new, old in zip(
-            others, [*mine[:-1], *[None] * (layers - a.layers), mine[-1]], strict=True
-        ):
-            if old is None:
-                new.start_identity()
-            else:
-                new.weight.copy_(old.weight)
-        if mine[0].spread is not None and others[0].spread is not None:
-            others[0].spread.copy_(mine[0].spread)
-        return deep
 
     # ------------------------------------------------------------ parts
 

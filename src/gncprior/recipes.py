@@ -70,6 +70,9 @@ class Recipe:
     start: str = _option(
         "", LEARNING, "Prior, by name or file, of as many layers or fewer, to start from."
     )
+    fold: bool = _option(
+        False, LEARNING, "The layer that is new after such a start sees magnitudes: faster."
+    )
     gain: float = _option(5.0, LEARNING, "Norm of the first filters at the start.")
     spread: float = _option(0.04, LEARNING, "s of the scaled variant, in units of the image.")
     convex: bool = _option(
@@ -114,6 +117,8 @@ class Recipe:
                 raise GncpriorError(f"{name} must be {bound}, not {value}.")
         if self.channels not in (1, 3):
             raise GncpriorError(f"channels must be 1 (grey) or 3 (colour), not {self.channels}.")
+        if self.fold and not self.start:
+            raise GncpriorError("fold needs a prior to start from: give start as well.")
         if not (0 <= self.average < 1 and 0 < self.t_fraction <= 1):
             raise GncpriorError("average must be in [0, 1) and t_fraction in (0, 1].")
 

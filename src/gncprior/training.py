@@ -29,6 +29,7 @@ from gncprior.calibration import calibrate, centre
 from gncprior.checkpoints import load_prior, save_prior
 from gncprior.convexity import settle_at_t_max, steady_at_t_max
 from gncprior.datasets import Dataset
+from gncprior.deepening import deepened
 from gncprior.errors import GncpriorError
 from gncprior.gauges import Meter, one_step_psnr
 from gncprior.optimizers import AdaBelief, Average, cosine, prior_groups
@@ -60,11 +61,12 @@ def architecture_of(recipe: Recipe) -> Architecture:
 
 
 def _start(recipe: Recipe) -> Prior:
-    """The paper's start, or that of a prior learned before, deepened by identities."""
+    """The paper's start, or that of a prior learned before, made deeper."""
     architecture = architecture_of(recipe)
     if not recipe.start:
         return Prior(architecture).start(recipe.gain, recipe.spread, recipe.seed)
-    prior = load_prior(recipe.start).deepened(recipe.layers).requires_grad_(True)
+    shallow = load_prior(recipe.start)
+    prior = deepened(shallow, recipe.layers, fold=recipe.fold).requires_grad_(True)
     if prior.architecture != architecture:
         raise GncpriorError(
             f"The prior {recipe.start} is {prior.architecture}, the recipe wants {architecture}."
