@@ -239,3 +239,4 @@ def _draw_departures(box: Figure, data: dict[str, np.ndarray], labels: list[str]
             ax.legend(frameon=False)
         else:
             ax.text(0.5, 0.5, "one layer: none", ha="center", transform=ax.transAxes)
+    right.set_ylim(top=right.get_ylim()[1] * 10)  # room for the legend above the curves
