@@ -355,7 +355,7 @@ def _of_parameters(data: dict[str, np.ndarray]) -> list[str]:
             first, last = 100 * np.median(data[f"{label}.departure.{layer}"], axis=1)[[0, -1]]
             shape = "a parabola" if layer == depth else "a line"
             lines.append(
-                f"- `{label}`, φ_{layer}: {shape} leaves over {first:.2g} % at t_min and {last:.2g} % at "
+                f"- `{label}`, φ_{layer}: {shape} leaves over {first:.3g} % at t_min and {last:.1g} % at "
                 f"t_max (median of {data[f'{label}.departure.{layer}'].shape[1]}; "
                 f"{int(data['images'])} images)."
             )
