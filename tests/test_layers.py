@@ -19,7 +19,8 @@ ROOMS = """
     prior tiles checkpoints sensitivities passes
     fidelity
     solvers unrolled
-    tangents score_matching calibration noise_reading convexity deepening optimizers datasets gauges runs workers training
+    tangents score_matching calibration noise_reading convexity deepening
+    optimizers datasets gauges runs workers training
     unrolled_adjoint unrolled_learning finetuning
     restore evaluation
     plots inspection interop experiments web
