@@ -36,6 +36,4 @@ def test_shipped_priors_are_convex_at_t_max_and_clearly_not_at_t_min(name):
     t_hats, smallest = convexity.measure(prior, images, 2)
     assert list(t_hats) == pytest.approx(prior.t_hat_range)
     assert (smallest[1] >= 0).all()
-    # everywhere, but least of all in the first picture: a smooth sky has little to be undecided about
-    assert (smallest[0] < 0).all()
-    assert (smallest[0][1:] < -0.05).all()
+    assert (smallest[0] < -0.02).all()
