@@ -499,6 +499,9 @@ def test_a_read_only_folder_and_a_disk_that_fills_up(tmp_path):
     assert [read_tensors(file)[1]["counters"][0] for file in kept] == [10, 11]
 
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
 def test_two_processes_under_torchrun_equal_one(tmp_path):
     for k in range(7):
         Image.fromarray(picture(k)).save(tmp_path / f"{k}.png")
@@ -517,10 +520,9 @@ def test_two_processes_under_torchrun_equal_one(tmp_path):
     }
     line = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
     line += ["--layers=2", "--average=0", "--no-calibrate", "--no-tensorboard", "--t-fraction=1"]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = ["-m", "gncprior", "train", f"--data={tmp_path}", *line]
     done = subprocess.run(
-        [*launch, *command, f"--out={tmp_path / 'two'}"],
+        [*TORCHRUN, *command, f"--out={tmp_path / 'two'}"],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
@@ -536,6 +538,28 @@ def test_two_processes_under_torchrun_equal_one(tmp_path):
         moved = max(moved, float((a - start).norm() / start.norm()))
         assert float((a - b).norm()) <= 1e-5 * float(a.norm())
     assert moved > 1e-3  # twenty steps went somewhere
+
+
+def test_nothing_holds_the_group_of_processes_after_its_end(tmp_path):
+    """A group that is held keeps its threads, and these may abort a process that ends."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import weakref\n"
+        "import torch\n"
+        "from gncprior.optimizers import AdaBelief\n"
+        "from gncprior.workers import Workers\n"
+        "with Workers('cpu') as workers:\n"
+        "    group = weakref.ref(torch.distributed.group.WORLD)\n"
+        "    AdaBelief([torch.zeros(1, requires_grad=True)])\n"
+        "    assert workers.sum(torch.ones(1)) == 2\n"
+        "    assert group() is not None\n"
+        "assert group() is None\n",
+        "utf-8",
+    )
+    done = subprocess.run(
+        [*TORCHRUN, str(script)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 # ---------------------------------------------------------------- recipes and the command

@@ -6,6 +6,7 @@ vectors a step.
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import threading
@@ -36,6 +37,9 @@ class Workers:
 
     def __enter__(self) -> Self:
         if self.size > 1:
+            # Imported later, by torch's optimizers for one, this binds the group to the defaults of
+            # its functions; the group's threads then outlive it and may abort the process at its end.
+            importlib.import_module("torch.distributed.nn.functional")
             dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
         return self
 
