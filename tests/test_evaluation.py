@@ -15,14 +15,7 @@ from gncprior.evaluation import evaluate, observe, open_images, report, restorat
 from gncprior.prior import Architecture, Prior
 from gncprior.unrolled import Schedules, fingerprint, schedules_path
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Images are tiny here: more threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 SHAPES = [(20, 16), (13, 24), (16, 16)]

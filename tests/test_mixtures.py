@@ -18,13 +18,7 @@ STARTS = torch.linspace(-3, 3, 1000, dtype=torch.float64)
 ENDS = STARTS[[0, -1]].unsqueeze(-1)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small arrays: a second thread only waits."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

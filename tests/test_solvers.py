@@ -13,14 +13,7 @@ from gncprior.prior import Architecture, Prior
 from gncprior.schedules import linear
 from gncprior.solvers import solve_joint, solve_scheduled, tweedie
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Images are tiny here: more threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class MixtureEnergy:

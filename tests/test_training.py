@@ -6,25 +6,20 @@ import hashlib
 import itertools
 import json
 import os
-import re
 import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
-from gncprior import GncpriorError, checkpoints, cli, training
+from gncprior import GncpriorError, checkpoints, training
 from gncprior.checkpoints import load_prior, read_tensors, write_tensors
 from gncprior.convexity import smallest_curvature
 from gncprior.datasets import Dataset
 from gncprior.deepening import deepened
 from gncprior.gauges import one_step_psnr
-from gncprior.recipes import Recipe, read_recipe, recipe_names
+from gncprior.recipes import Recipe, read_recipe
 from gncprior.runs import RunFolder
 from gncprior.training import State, train
 from gncprior.workers import Workers
@@ -35,13 +30,7 @@ TINY = Recipe(
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny steps: waking other threads would cost more than the work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def picture(seed: int, size: int = 24) -> np.ndarray:
@@ -166,6 +155,19 @@ def test_chunks_give_the_same_gradient():
         torch.testing.assert_close(
             gradient(chunk), whole, rtol=1e-5, atol=1e-6 * float(whole.abs().max())
         )
+
+
+def test_training_starts_from_a_prior_of_fewer_layers(tmp_path):
+    small = {"filters": 3, "first_size": 3, "x_knots": 9, "t_knots": 4}
+    file = tmp_path / "r1.safetensors"
+    shallow = State(Recipe(**small, seed=3)).prior
+    checkpoints.save_prior(file, shallow)
+    started = State(Recipe(**small, layers=2, start=str(file))).prior
+    want = deepened(shallow, 2).state_dict()
+    assert all(torch.equal(value, want[name]) for name, value in started.state_dict().items())
+    assert all(p.requires_grad for p in started.parameters())
+    with pytest.raises(GncpriorError, match="the recipe wants"):
+        State(Recipe(**small | {"x_knots": 11}, layers=2, start=str(file)))
 
 
 # ---------------------------------------------------------------- what goes wrong
@@ -361,350 +363,3 @@ def test_a_checkpoint_of_another_kind_of_recipe(tmp_path):
     write_tensors(file, tensors, header)
     with pytest.raises(GncpriorError, match="sets flavour, which no recipe has"):
         tiny(tmp_path, resume=True)
-
-
-# ---------------------------------------------------------------- other processes
-
-# A process that has loaded everything and forks children that train: a start costs milliseconds.
-# (It has used no threads before, so forking is safe.)
-NURSERY = textwrap.dedent("""
-    import os, random, signal, sys, time
-    sys.path.insert(0, {tests!r})
-    import torch
-    torch.set_num_threads(1)
-    from dataclasses import replace
-    from pathlib import Path
-    from test_training import *
-    State(TINY)  # what torch loads with its first optimizer, so that children need not
-
-    def child(work):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                work()
-                code = 0
-            except GncpriorError as error:
-                print(error, flush=True)
-                code = 2
-            finally:
-                os._exit(code)
-        return pid
-
-    def end(pid):
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-""")
-
-
-def nursery(script: str, **environment: str) -> str:
-    head = NURSERY.format(tests=str(Path(__file__).parent))
-    done = subprocess.run(
-        [sys.executable, "-c", head + textwrap.dedent(script)],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_twenty_kills_and_the_same_weights(tmp_path):
-    out = nursery(f"""
-        folder = Path({str(tmp_path)!r})
-        recipe = change(steps=100, save_seconds=0.01)
-        assert end(child(lambda: tiny(folder / "whole", recipe))) == 0
-        wanted = sha256(folder / "whole" / "prior.safetensors")
-        random.seed(7)
-
-        def suicidal(run, call):
-            # ends at a given fsync: the file is written and not renamed, or renamed and not settled
-            calls = itertools.count()
-            real = os.fsync
-            def fsync(descriptor):
-                if next(calls) == call:
-                    os.ftruncate(descriptor, 1000) if call % 2 == 0 else None
-                    os.kill(os.getpid(), signal.SIGKILL)
-                real(descriptor)
-            checkpoints.os.fsync = fsync
-            tiny(run, recipe, resume=True)
-
-        kills, inside, run = 0, 0, 0
-        while kills < 20:
-            run += 1
-            here = folder / f"run{{run}}"
-            while True:
-                if kills >= 20:
-                    code = end(child(lambda: tiny(here, recipe, resume=True)))
-                elif kills % 3 == 0:
-                    # two syncs a file: log, recipe, first checkpoint come before
-                    code = end(child(lambda: suicidal(here, random.randrange(4, 16))))
-                    inside += code == -signal.SIGKILL
-                else:
-                    pid = child(lambda: tiny(here, recipe, resume=True))
-                    time.sleep(random.uniform(0.02, 0.2))
-                    os.kill(pid, signal.SIGKILL)
-                    code = end(pid)
-                kills += code == -signal.SIGKILL
-                if code != -signal.SIGKILL:
-                    break
-            assert code == 0, code
-            assert sha256(here / "prior.safetensors") == wanted
-        print(kills, inside, run)
-    """)
-    kills, inside, runs = map(int, out.split())
-    assert (kills, inside) >= (20, 5)
-    assert runs >= 1
-
-
-def test_a_read_only_folder_and_a_disk_that_fills_up(tmp_path):
-    """With real system calls: as a user without rights, and under a limit of the size of files."""
-    tmp_path.chmod(0o755)
-    (tmp_path / "locked").mkdir(mode=0o555)
-    (tmp_path / "open").mkdir(mode=0o777)
-    (tmp_path / "open").chmod(0o777)
-    out = nursery(f"""
-        import resource
-        folder = Path({str(tmp_path)!r})
-
-        def nobody(name):
-            if os.geteuid() == 0:
-                for parent in folder.parents:  # the folders of tests are closed to others
-                    os.stat(parent)
-                os.chdir(folder)
-                os.setgid(65534)
-                os.setuid(65534)
-            tiny(Path(name))
-
-        def limited():
-            def watch(event):
-                if event.get("step") == 12 and event["event"] == "step":
-                    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
-            tiny(folder / "open" / "run", watch=watch)
-
-        os.chdir(folder)
-        print(end(child(lambda: nobody("locked/run"))))
-        print(end(child(limited)))
-    """)
-    first, one, second, two = out.splitlines()
-    assert (
-        first == "Cannot write locked/run: Permission denied; make room or choose another folder."
-    )
-    assert re.fullmatch(
-        r"Cannot write .*/open/run/\S+: File too large; make room or choose .*", second
-    )
-    assert (one, two) == ("2", "2")
-    kept = RunFolder(tmp_path / "open" / "run").checkpoints()
-    assert [read_tensors(file)[1]["counters"][0] for file in kept] == [10, 11]
-
-
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-
-
-def test_two_processes_under_torchrun_equal_one(tmp_path):
-    for k in range(7):
-        Image.fromarray(picture(k)).save(tmp_path / f"{k}.png")
-    flags = {
-        "filters": 3,
-        "first_size": 3,
-        "x_knots": 9,
-        "t_knots": 4,
-        "patch": 12,
-        "batch": 8,
-        "steps": 20,
-        "lr_filters": 1e-3,  # not those of a recipe, which may be tuned
-        "lr_splines": 1e-3,
-        "t_weight": 1.0,
-        "warmup": 0,
-    }
-    line = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
-    line += ["--layers=2", "--average=0", "--no-calibrate", "--no-tensorboard", "--t-fraction=1"]
-    command = ["-m", "gncprior", "train", f"--data={tmp_path}", *line]
-    done = subprocess.run(
-        [*TORCHRUN, *command, f"--out={tmp_path / 'two'}"],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("wrote") == 1
-    assert cli.main([*command[2:], f"--out={tmp_path / 'one'}"]) == 0
-    one, two = (load_prior(tmp_path / name / "prior.safetensors") for name in ("one", "two"))
-    moved = 0.0
-    for name, start in (
-        State(read_recipe(tmp_path / "one" / "recipe.toml")).prior.state_dict().items()
-    ):
-        a, b = one.state_dict()[name], two.state_dict()[name]
-        moved = max(moved, float((a - start).norm() / start.norm()))
-        assert float((a - b).norm()) <= 1e-5 * float(a.norm())
-    assert moved > 1e-3  # twenty steps went somewhere
-
-
-def test_nothing_holds_the_group_of_processes_after_its_end(tmp_path):
-    """A group that is held keeps its threads, and these may abort a process that ends."""
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import weakref\n"
-        "import torch\n"
-        "from gncprior.optimizers import AdaBelief\n"
-        "from gncprior.workers import Workers\n"
-        "with Workers('cpu') as workers:\n"
-        "    group = weakref.ref(torch.distributed.group.WORLD)\n"
-        "    AdaBelief([torch.zeros(1, requires_grad=True)])\n"
-        "    assert workers.sum(torch.ones(1)) == 2\n"
-        "    assert group() is not None\n"
-        "assert group() is None\n",
-        "utf-8",
-    )
-    done = subprocess.run(
-        [*TORCHRUN, str(script)], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-# ---------------------------------------------------------------- recipes and the command
-
-
-def test_recipes_of_the_package():
-    assert {"fast", "paper"} <= set(recipe_names())
-    paper = read_recipe("paper")
-    assert (paper.patch, paper.batch, paper.steps) == (96, 128, 100_000)
-    assert (paper.lr_filters, paper.lr_splines) == (1e-3, 1e-3)
-    assert paper.lr_filters * paper.lr_end == pytest.approx(5e-5)
-    assert (paper.filters, paper.first_size, paper.inner_size, paper.x_range) == (48, 7, 3, 3.5)
-    assert (paper.t_min, paper.t_max, paper.t_weight, paper.t_fraction) == (1e-4, 1.0, 1.0, 1.0)
-    assert [read_recipe(name).layers for name in recipe_names()]
-
-
-def test_recipes_go_through_toml(tmp_path):
-    recipe = change(lr_splines=1e-7, boundary=True, seed=2**40)
-    (tmp_path / "r.toml").write_text(recipe.to_toml(), "utf-8")
-    assert read_recipe(tmp_path / "r.toml") == recipe
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("patch = 0", "patch must be positive"),
-        ("patch = 1.5", "patch must be a whole number"),
-        ("boundary = 1", "boundary must be true or false"),
-        ("gain = 'x'", "gain must be a number"),
-        ("gain = nan", "gain must be a number, not nan"),
-        ("channels = 2", "channels must be 1"),
-        ("average = 1.0", "average must be in"),
-        ("seed = -1", "seed must be 0 or more"),
-        ("lr_spline = 1", "lr_spline, which no recipe has; did you mean lr_splines?"),
-        ("patch = ", "is not TOML"),
-    ],
-)
-def test_recipes_that_are_wrong(tmp_path, text, words):
-    (tmp_path / "r.toml").write_text(text, "utf-8")
-    with pytest.raises(GncpriorError) as caught:
-        read_recipe(tmp_path / "r.toml")
-    assert words in str(caught.value)
-    assert "r.toml" in str(caught.value)
-
-
-def test_recipes_that_do_not_exist(tmp_path):
-    with pytest.raises(GncpriorError, match=r"There is no recipe papr: .* did you mean paper\?"):
-        read_recipe("papr")
-    with pytest.raises(GncpriorError, match=r"Cannot read the recipe .*none.toml: No such file"):
-        read_recipe(tmp_path / "none.toml")
-
-
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    for k in range(4):
-        Image.fromarray(picture(k)).save(tmp_path / f"{k}.png")
-    return tmp_path
-
-
-FLAGS = "--filters 2 --first-size 3 --x-knots 7 --t-knots 3 --patch 12 --batch 2 --no-calibrate"
-
-
-def test_the_command_trains_resumes_and_says_so(folder, capsys):
-    line = f"train --data {folder} --out {folder}/run {FLAGS} --steps 6 --validate-every 3".split()
-    assert cli.main(line) == 0
-    out, err = capsys.readouterr()
-    assert "Training on 3 images (folder" in out
-    assert "validating on 1 (1 held out" in out
-    assert re.search(
-        r"step 3: PSNR at σ = 5, 15, 25, 50/255: [\d.]+  [\d.]+  [\d.]+  [\d.]+ dB", out
-    )
-    assert f"wrote {folder}/run/prior.safetensors" in out
-    assert err == ""
-    assert (folder / "run" / "tensorboard").is_dir()
-    before = sha256(folder / "run" / "prior.safetensors")
-    assert cli.main(["train", "--data", str(folder), "--out", f"{folder}/run", "--resume"]) == 0
-    assert sha256(folder / "run" / "prior.safetensors") == before
-    capsys.readouterr()
-    assert cli.main(line) == 2
-    assert "holds a run already" in capsys.readouterr().err
-    assert cli.main([*line, "--resume", "--batch", "3"]) == 2
-
-
-def test_flags_go_on_top_of_a_recipe_and_a_dry_run_writes_nothing(folder, capsys):
-    (folder / "mine.toml").write_text("steps = 1000\nbatch = 7\nseed = 5", "utf-8")
-    line = f"train --recipe {folder}/mine.toml {FLAGS} --out {folder}/run --dry-run"
-    assert cli.main(line.split()) == 0
-    out = capsys.readouterr().out
-    assert {"steps = 1000", "batch = 2", "seed = 5", "calibrate = false"} <= set(out.splitlines())
-    # 2 filters of 3×3, and for each (3+4)·(7+4) weights
-    assert re.search(
-        r"^172 parameters; \d+ ms a step on noise, so about .* for 1000 steps\.$", out, re.MULTILINE
-    )
-    assert not (folder / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"data": "nowhere"}, "nowhere does not exist"),
-        ({"patch": "500"}, "holds a patch of 500×500"),
-        ({"recipe": "nonsense"}, "There is no recipe nonsense"),
-        ({"batch": "-3"}, "batch must be positive"),
-        ({"device": "abacus"}, "The device 'abacus' cannot be used here"),
-        ({"out": "0.png"}, "Cannot write 0.png"),
-        ({"t-max": "1e-5"}, "ranges of t"),
-    ],
-)
-def test_errors_of_the_command_are_one_sentence(folder, monkeypatch, capsys, changes, words):
-    monkeypatch.chdir(folder)
-    options = {"data": ".", "out": "run", "filters": "2", "patch": "12", "batch": "2", "steps": "2"}
-    line = [f"--{name}={value}" for name, value in (options | changes).items()]
-    assert cli.main(["train", *line]) == 2
-    err = capsys.readouterr().err
-    assert words in err
-    assert err.count("\n") == 1
-
-
-def test_ctrl_c_ends_the_command_with_the_way_to_go_on(folder, monkeypatch, capsys):
-    real = training.train
-
-    def interrupted(*args, watch, **options):
-        def hear(event):
-            watch(event)
-            if event["event"] == "step" and event["step"] == 4:
-                os.kill(os.getpid(), signal.SIGINT)
-
-        return real(*args, watch=hear, **options)
-
-    monkeypatch.setattr(training, "train", interrupted)
-    with pytest.raises(SystemExit) as caught:
-        cli.main(f"train --data {folder} --out {folder}/run {FLAGS} --steps 50".split())
-    assert caught.value.code == 130
-    assert f"Stopped at step 5; go on with --resume --out {folder}/run." in capsys.readouterr().out
-    assert RunFolder(folder / "run").checkpoints()[-1].name == "checkpoint-000000005.safetensors"
-
-
-def test_training_starts_from_a_prior_of_fewer_layers(tmp_path):
-    small = {"filters": 3, "first_size": 3, "x_knots": 9, "t_knots": 4}
-    file = tmp_path / "r1.safetensors"
-    shallow = State(Recipe(**small, seed=3)).prior
-    checkpoints.save_prior(file, shallow)
-    started = State(Recipe(**small, layers=2, start=str(file))).prior
-    want = deepened(shallow, 2).state_dict()
-    assert all(torch.equal(value, want[name]) for name, value in started.state_dict().items())
-    assert all(p.requires_grad for p in started.parameters())
-    with pytest.raises(GncpriorError, match="the recipe wants"):
-        State(Recipe(**small | {"x_knots": 11}, layers=2, start=str(file)))

@@ -32,14 +32,7 @@ from gncprior.unrolled_learning import (
     stretch,
 )
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Images are tiny here: more threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 STEPS = 4
