@@ -270,6 +270,20 @@ def test_the_command_writes_what_it_shows(folder, prior, tmp_path, capsys):
     assert again[1].psnr == pytest.approx(reports[0]["images"][1]["psnr"], abs=1e-4)
 
 
+@pytest.mark.parametrize("method", ["scheduled", "joint"])
+def test_a_first_smoothing_that_follows_the_noise(folder, tmp_path, method):
+    def scores(levels, t0):
+        words = ["--sigma", levels, "--method", method, "--steps", "3", "--t0", t0]
+        assert cli.main(command(folder, *words, "--json", str(tmp_path / "s.json"))) == 0
+        return json.loads((tmp_path / "s.json").read_text("utf-8"))
+
+    both = scores("0.1,0.2", "0.3v")
+    assert [r["settings"]["t0"] for r in both] == ["0.3 σ²", "0.3 σ²"]
+    for r, level, t0 in zip(both, ("0.1", "0.2"), ("0.003", "0.012"), strict=True):
+        (told,) = scores(level, t0)
+        assert r["mean"]["psnr"] == pytest.approx(told["mean"]["psnr"], abs=1e-5)
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -281,6 +295,8 @@ def test_the_command_writes_what_it_shows(folder, prior, tmp_path, capsys):
         (["--steps", "7"], "There are no learned schedules in"),
         (["--threads", "0"], "At least one thread"),
         (["--task", "inpaint", "--blind"], "Only denoising can be blind"),
+        (["--task", "inpaint", "--t0", "0.3v"], "give --t0 without v"),
+        (["--method", "joint", "--t0", "v"], "A smoothing variance must be a positive number"),
         (["--method", "tweedie", "--set", "val"], "does not hold BSDS500"),
     ],
 )

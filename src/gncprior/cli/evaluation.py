@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from gncprior.cli.levels import parse_level, parse_levels, parse_shares
+from gncprior.cli.levels import parse_levels, parse_shares, parse_start
 from gncprior.errors import GncpriorError
 
 if TYPE_CHECKING:
@@ -48,7 +48,8 @@ def evaluate(
     t0: Annotated[
         str | None,
         Parameter(
-            help="First smoothing variance of scheduled and joint. [default: σ², or the largest]"
+            help="First smoothing variance of scheduled and joint: 0.003, or 0.3v for 0.3 σ². "
+            "[default: σ², or the largest]"
         ),
     ] = None,
     schedule: Annotated[
@@ -79,7 +80,9 @@ def evaluate(
     **Example:** `gncprior evaluate --sigma 15/255,25/255 --prior r1 --method tweedie --data pictures`
     """
     levels = parse_shares(missing) if task == "inpaint" else parse_levels(sigma)
-    start = None if t0 is None else parse_level(t0, "smoothing variance")
+    start, relative = parse_start(t0)
+    if relative and task != "denoise":
+        raise GncpriorError("Only denoising knows a variance of noise: give --t0 without v.")
     if limit is not None and limit < 1:
         raise GncpriorError(f"At least one image must be evaluated, not {limit}.")
     if blind and task != "denoise":
@@ -98,8 +101,9 @@ def evaluate(
         learned = _schedules(schedule, prior, task, steps, model)
 
     def restoration(level: float) -> "Restore":
+        first = start * level**2 if relative and start is not None else start
         restore = evaluation.restoration(
-            model, task, level, method, steps=steps, t0=start, learned=learned
+            model, task, level, method, steps=steps, t0=first, learned=learned
         )
         return evaluation.channelwise(restore) if colour and grey else restore
 
@@ -108,7 +112,7 @@ def evaluate(
     settings |= {"count": count, "colour": colour or not grey}
     if restoring:
         settings |= {"method": method, "steps": 1 if method == "tweedie" else steps}
-        settings |= {"t0": start, "blind": blind}
+        settings |= {"t0": f"{start:g} σ²" if relative else start, "blind": blind}
     reports = []
     with progress_bar(count * len(levels), "images") as advance:
         for level in levels:

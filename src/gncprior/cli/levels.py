@@ -24,6 +24,13 @@ def parse_levels(text: str, what: str = "noise level") -> list[float]:
     return [parse_level(part, what) for part in text.split(",")]
 
 
+def parse_start(text: str | None) -> tuple[float | None, bool]:
+    """A first smoothing variance, and whether it is a multiple of that of the noise: 0.003, or 0.3v."""
+    if text is None:
+        return None, False
+    return parse_level(text.removesuffix("v"), "smoothing variance"), text.endswith("v")
+
+
 def parse_shares(text: str) -> list[float]:
     """Shares of missing pixels, below 1."""
     shares = parse_levels(text, "share of missing pixels")

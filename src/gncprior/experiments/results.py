@@ -44,7 +44,7 @@ METHODS = {
 # images (`gncprior evaluate --set val --limit 8`), and for inpainting on two or three of them.
 CHOICES = {
     (DENOISE, "scheduled"): "--steps 5",
-    (DENOISE, "joint"): "--steps 6 --t0 0.003",
+    (DENOISE, "joint"): "--steps 6 --t0 0.3v",
     (INPAINT, "scheduled"): "--steps 60",
     (INPAINT, "joint"): "--steps 240",
 }
@@ -80,9 +80,8 @@ CAPTIONS = {
 def commands(priors: Sequence[str], folder: str = "out/scores") -> list[str]:
     """The commands that measure everything on the page, for the named priors or those shipped.
 
-    A step of a deep prior is dear.  With more than one layer, schemes of many steps are measured at σ = 0.1
-    only, and inpainting and the noise level on the first nine images; with more than two, the longest schemes of
-    denoising on the first quarter of the images.
+    A step of a deep prior is dear.  With more than one layer, the longest schemes of denoising are measured on
+    the first quarter of the images, and inpainting and the noise level on the first nine.
     """
     lines = []
 
@@ -94,21 +93,16 @@ def commands(priors: Sequence[str], folder: str = "out/scores") -> list[str]:
 
     for name, prior in open_priors(priors).items():
         deep, file = prior.architecture.layers > 1, Path(name).stem
-        few = f"{SIGMA:g}" if deep else SIGMAS
-        some = " --limit 9" if deep else ""
-        quarter = " --limit 17" if prior.architecture.layers > 2 else ""
+        some, quarter = (" --limit 9", " --limit 17") if deep else ("", "")
         add(f"--sigma {SIGMAS} --prior {name} --method tweedie", f"{file}-denoise-tweedie")
         for (task, method), choice in (DEEP_CHOICES if deep else CHOICES).items():
-            # the t_0 of joint denoising is one for σ = 0.1
-            levels = f"--sigma {few}"
-            if method == "joint":
-                levels = f"--sigma {SIGMA:g}{quarter}"
+            levels = f"--sigma {SIGMAS}{quarter if method == 'joint' else ''}"
             if task == INPAINT:
                 levels = f"--missing {MISSING:g}{some}"
             words = f"--task {task} {levels} --prior {name} --method {method}"
             add(f"{words} {choice}", f"{file}-{task}-{method}")
         for steps in learned(name, DENOISE):
-            levels = SIGMAS if steps <= LEARNED[0] else f"{few}{quarter}"
+            levels = SIGMAS if steps <= LEARNED[0] else f"{SIGMAS}{quarter}"
             words = f"--sigma {levels} --prior {name} --steps {steps}"
             add(words, f"{file}-denoise-learned-{steps}")
         for steps in learned(name, INPAINT):
@@ -232,7 +226,7 @@ def _words(key: tuple[Any, ...]) -> list[str]:
     if steps > 1:
         text += f", I = {steps}"
     if t_0 is not None:
-        text += f", t_0 = {t_0:g}"
+        text += f", t_0 = {t_0 if isinstance(t_0, str) else format(t_0, 'g')}"
     if (images, count) != ("BSDS68", 68):
         text += f" ({count} images of {images})"
     return [f"`{prior}`" if prior else "–", text]
