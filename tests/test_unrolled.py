@@ -250,11 +250,11 @@ def test_learning_finds_the_best_step_sizes(task, level):
 
 def test_steps_of_inpainting_are_bounded_and_do_not_blow_up_a_flat_picture():
     t_hats = torch.linspace(-2, -8, 5, dtype=torch.float64)
-    long = Parameters(t_hats, 5 * t_hats.exp(), (-9.0, 0.0), bounded=True)
+    long = Parameters(t_hats, 5 * t_hats.exp(), (-9.0, 0.0), longest=1.8)
     found, etas = long.schedule()
     torch.testing.assert_close(found, t_hats)
     assert (etas < 1.8 * t_hats.exp()).all()
-    within = Parameters(t_hats, 1.1 * t_hats.exp(), (-9.0, 0.0), bounded=True).schedule()[1]
+    within = Parameters(t_hats, 1.1 * t_hats.exp(), (-9.0, 0.0), longest=1.8).schedule()[1]
     torch.testing.assert_close(within, 1.1 * t_hats.exp())
     # the quadratic prior has the curvature 1/(t + 0.01) of noise on a nearly constant image
     prior = Prior(Architecture()).start().requires_grad_(False)

@@ -5,8 +5,9 @@ The 2I parameters are free numbers a_i, b_i:
     t̂_i = t̂_min + (t̂_max − t̂_min)·sigmoid(a_i),    η_i = exp(t̂_i + b_i),
 
 so t̂ stays in its range, η stays positive, and a change of t̂_i takes the step size e^t̂_i along.
-Inpainting has η_i = e^t̂_i·r·sigmoid(b_i) with r < 2.  Where nothing is observed no data term holds x back,
-the curvature of noise is 1/t, and longer steps would blow up any unevenness of a flat region.
+Inpainting has η_i = e^t̂_i·r·sigmoid(b_i).  Where nothing is observed no data term holds x back, and steps of more
+than twice the curvature's inverse blow up any unevenness of a flat region.  There the curvature is that of
+noise, 1/t, for one layer, and at some t up to twice as much for deeper priors: r is 1.8, and 1.2 for them.
 Derivatives are those of :mod:`gncprior.unrolled_adjoint`.
 
 So few parameters need few images, and the set of crops is fixed.  The loss is then a smooth function, and
@@ -30,35 +31,34 @@ from gncprior.prior import Prior
 from gncprior.unrolled import DENOISE, Schedules, unroll
 from gncprior.unrolled_adjoint import Problem, crops, squared_error
 
-_LONGEST = 1.8  # r, of the steps of inpainting
 HELD_OUT = 32  # crops of validation images, the same for all that is to be compared
 _EDGE = 0.03  # of the range of t̂; closer to its ends the sigmoid is flat and learning slow
 
 
 class Parameters:
-    """The 2I free numbers, as one tensor (2, I).  ``bounded`` steps are those of inpainting."""
+    """The 2I free numbers, as one tensor (2, I).  ``longest`` is r of inpainting; without it η is free."""
 
     def __init__(
         self,
         t_hats: Tensor,
         etas: Tensor,
         t_hat_range: tuple[float, float],
-        bounded: bool = False,
+        longest: float | None = None,
     ) -> None:
         self.low, self.high = t_hat_range
-        self.bounded = bounded
+        self.longest = longest
         share = (t_hats.double() - self.low) / (self.high - self.low)
         a = torch.logit(share.clamp(_EDGE, 1 - _EDGE))
         b = etas.double().log() - t_hats.double().clamp(self.low, self.high)
-        if bounded:
-            b = torch.logit((b.exp() / _LONGEST).clamp(0.01, 0.9))
+        if longest is not None:
+            b = torch.logit((b.exp() / longest).clamp(0.01, 0.9))
         self.free = torch.stack([a, b]).requires_grad_()
 
     def schedule(self) -> tuple[Tensor, Tensor]:
         a, b = self.free
         t_hats = self.low + (self.high - self.low) * a.sigmoid()
-        if self.bounded:
-            return t_hats, t_hats.exp() * _LONGEST * b.sigmoid()
+        if self.longest is not None:
+            return t_hats, t_hats.exp() * self.longest * b.sigmoid()
         return t_hats, (t_hats + b).exp()
 
 
@@ -107,16 +107,16 @@ def learn_schedule(
     start: tuple[Tensor, Tensor],
     *,
     evaluations: int = 40,
-    bounded: bool = False,
+    longest: float | None = None,
     callback: Callable[[Progress], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """t̂ and η, each (I,), that minimise the squared error on all crops, from ``start``.
 
-    By L-BFGS; the best that was met is returned.  ``bounded`` keeps steps as short as inpainting needs them.
+    By L-BFGS; the best that was met is returned.  ``longest`` bounds η_i/e^t̂_i.
     """
     if not problems or evaluations < 1:
         raise GncpriorError("Learning a schedule needs images and at least one evaluation.")
-    parameters = Parameters(*start, prior.t_hat_range, bounded)
+    parameters = Parameters(*start, prior.t_hat_range, longest)
     pixels = sum(p.target.numel() for p in problems)
     buffers = Buffers()
     best = math.inf, parameters.free.detach().clone()
@@ -196,7 +196,7 @@ def learn_schedules(
             problems,
             before,
             evaluations=evaluations,
-            bounded=task != DENOISE,
+            longest=None if task == DENOISE else 1.8 if prior.architecture.layers == 1 else 1.2,
             callback=tell,
         )
         learned.append(found)
