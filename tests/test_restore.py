@@ -113,6 +113,16 @@ def test_a_flat_picture_comes_back(quality, value, sigma):
     assert np.array_equal(filled, flat)
 
 
+@pytest.mark.parametrize("prior", ["r1", "r2", "r3"])
+@pytest.mark.parametrize("missing", [0.3, 0.5, 0.8, 0.9])
+def test_learned_steps_of_inpainting_do_not_blow_up_a_flat_picture(prior, missing):
+    """No unevenness beyond a fifth of a grey level, where longer steps made it two."""
+    flat = np.full((48, 60), 0.3)
+    mask = np.random.default_rng(1).random(flat.shape) < missing
+    filled = inpaint(flat, mask, prior=prior, method="learned")
+    assert np.abs(filled - flat).max() < 0.2 / 255
+
+
 @pytest.mark.parametrize("quality", ["fast", "best"])
 @pytest.mark.parametrize("sigma", [0.02, 0.1, 0.4])
 def test_a_flat_colour_comes_back(quality, sigma):
