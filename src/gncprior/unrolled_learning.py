@@ -6,8 +6,8 @@ The 2I parameters are free numbers a_i, b_i:
 
 so t̂ stays in its range, η stays positive, and a change of t̂_i takes the step size e^t̂_i along.
 Inpainting has η_i = e^t̂_i·r·sigmoid(b_i).  Where nothing is observed no data term holds x back, and steps of more
-than twice the curvature's inverse blow up any unevenness of a flat region.  There the curvature is that of
-noise, 1/t, for one layer, and at some t up to twice as much for deeper priors: r is 1.8, and 1.2 for them.
+than twice the curvature's inverse blow up any unevenness of a flat region.  There the curvature of noise is 1/t,
+and that of a prior with two layers was found to be up to 2.3/t: r is 1.8 for one layer and 1.2 for more.
 Derivatives are those of :mod:`gncprior.unrolled_adjoint`.
 
 So few parameters need few images, and the set of crops is fixed.  The loss is then a smooth function, and
@@ -196,7 +196,7 @@ def learn_schedules(
             problems,
             before,
             evaluations=evaluations,
-            longest=None if task == DENOISE else 1.8 if prior.architecture.layers == 1 else 1.2,
+            longest=_longest(task, prior.architecture.layers),
             callback=tell,
         )
         learned.append(found)
@@ -235,6 +235,13 @@ def scores_of(
         return mean_psnr(prior, held_out, schedules.at(level))
 
     return {f"{level:.6g}": score(level) for level in schedules.levels.tolist()}
+
+
+def _longest(task: str, layers: int) -> float | None:
+    """r, where steps are bounded."""
+    if task == DENOISE:
+        return None
+    return 1.8 if layers == 1 else 1.2
 
 
 def _first_schedule(
