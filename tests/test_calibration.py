@@ -104,3 +104,27 @@ def test_a_small_rise_at_the_end_of_the_range_hides_no_minimum(bump, noise, expe
     inside = -9 < expected < 0
     # d/dt̂ of the slope at t̂ = noise is ½, taken as a difference over a 32nd of the range
     assert curvature == pytest.approx(0.5 if inside else 0.0, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    "inside", [0.002, 0.1, 0.4]
+)  # noise in the middle, where elsewhere it is 0.1
+def test_the_way_down_through_deep_priors_is_found_in_the_middle_and_ends_on_the_whole(inside):
+    prior = quadratic_prior(2)
+    calibrate(prior, flat_images(), points=25)
+    sigma = torch.full((1, 1, 160, 200), 0.1)
+    sigma[:, :, 30:130, 50:150] = inside
+    noise = torch.randn(sigma.shape, generator=torch.Generator().manual_seed(3))
+    y = 0.4 + sigma * noise
+    expected = first_minimum(
+        lambda t_hat: float(prior.joint_grad(y, t_hat)[2]), *prior.t_hat_range, 32
+    )
+    looked_at = []
+    joint_grad = prior.joint_grad
+    prior.joint_grad = lambda y, *rest, **more: (
+        looked_at.append(y.numel()) or joint_grad(y, *rest, **more)
+    )
+    t_hat, curvature = noise_level(prior, y)
+    assert (float(t_hat), float(curvature)) == pytest.approx(expected, rel=1e-6)
+    if inside == 0.1:  # most of the way was found in the middle
+        assert looked_at.count(y.numel()) < 12

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ from gncprior.buffers import Buffers
 from gncprior.filters import convolve
 from gncprior.prior import Prior
 from gncprior.splines import BASIS, ORDER, soft_histogram, time_basis
+
+MIDDLE = 96  # pixels along an edge of what is looked at first for the noise level
+AHEAD = 1.2  # in t̂: where its noise level may be misjudged by
 
 
 @torch.no_grad()
@@ -93,17 +97,37 @@ def noise_level(prior: Prior, y: Tensor, points: int = 32) -> tuple[Tensor, Tens
     Pairs of an image and a t much below its noise are never seen in training, so R is extrapolation
     there and a global minimum would be one of the extrapolation.  1/√(∂²R/∂t̂²) is the error bar of t̂*.
     """
-    low, high = prior.t_hat_range
-    found = [first_minimum(_time_slope(prior, [one[None]]), low, high, points) for one in y]
+    found = [joint_noise_level(prior, [one[None]], points) for one in y]
     best, curvature = zip(*found, strict=True)
     return torch.tensor(best, dtype=torch.float64), torch.tensor(curvature, dtype=torch.float64)
 
 
+@torch.no_grad()
 def joint_noise_level(
     prior: Prior, images: Sequence[Tensor], points: int = 32
 ) -> tuple[float, float]:
-    """The same for images (1, C, H, W) that have one noise level in common, such as parts of a picture."""
-    return first_minimum(_time_slope(prior, images), *prior.t_hat_range, points)
+    """The same for images (1, C, H, W) that have one noise level in common, such as parts of a picture.
+
+    With more than one layer every t̂ takes a pass through all of them.  Far above the noise the slope is
+    ½ per pixel, whatever the picture, so the way down is found in the middle of the images, and walked on the
+    whole of them from AHEAD above where it ended.
+    """
+    low, high = prior.t_hat_range
+    slope = cache(_time_slope(prior, images))
+    if len(prior._splines()) > 1:
+        middles = [_middle(y) for y in images]
+        near = first_minimum(_time_slope(prior, middles), low, high, points)[0] + AHEAD
+        step = (high - low) / points
+        spared = max(int((high - near) / step), 0)
+        if slope(high - spared * step) > 0:
+            high, points = high - spared * step, points - spared
+    return first_minimum(slope, low, high, points)
+
+
+def _middle(y: Tensor) -> Tensor:
+    """At most MIDDLE × MIDDLE pixels."""
+    top, left = (max(n - MIDDLE, 0) // 2 for n in y.shape[2:])
+    return y[:, :, top : top + MIDDLE, left : left + MIDDLE].contiguous()
 
 
 def first_minimum(
