@@ -10,6 +10,8 @@ from gncprior.schedules import linear
 from gncprior.solvers import solve_joint, solve_scheduled
 from gncprior.unrolled import DENOISE, INPAINT
 
+STEPS = 1000  # what is left between the two energies falls with it: 2.3 % of the way at 300, 0.8 % at 2400
+
 
 @pytest.fixture(scope="module")
 def prior():
@@ -28,8 +30,8 @@ def test_from_large_t_0_and_with_enough_steps_joint_and_predefined_reach_the_sam
         def energy(x, fidelity=fidelity):
             return (prior.energy(x, low) + fidelity.value(x)) / x[0].numel()
 
-        joint = solve_joint(prior, fidelity, x_0, high, max_iter=300).x
-        predefined = solve_scheduled(prior, fidelity, x_0, linear(high, low, 300)).x
+        joint = solve_joint(prior, fidelity, x_0, high, max_iter=STEPS).x
+        predefined = solve_scheduled(prior, fidelity, x_0, linear(high, low, STEPS)).x
         way = energy(x_0) - energy(predefined)
         assert (way > 0.5).all()  # nats per pixel
         assert ((energy(joint) - energy(predefined)).abs() < 0.02 * way).all()
