@@ -27,6 +27,10 @@ FLAGS = [
 VARIANTS = {"portable": []}
 if platform.machine().lower() in {"x86_64", "amd64"}:
     VARIANTS = {
+        "amx": [
+            *["-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
+            "-mprefer-vector-width=512",
+        ],
         "avx512bf16": ["-march=x86-64-v4", "-mavx512bf16", "-mprefer-vector-width=512"],
         "avx512": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
         "avx2": ["-march=x86-64-v3"],

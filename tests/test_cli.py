@@ -273,5 +273,5 @@ def test_info_names_what_runs_here(monkeypatch, capsys):
     facts = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert facts["gncprior"] == f"{gncprior.__version__} in {Path(gncprior.__file__).parent}"
     assert facts["torch"] == f"{torch.__version__}, {torch.get_num_threads()} threads"
-    assert re.match(r"(avx512bf16|avx512|avx2|portable|torch): \w", facts["kernels"])
+    assert re.match(r"(amx|avx512bf16|avx512|avx2|portable|torch): \w", facts["kernels"])
     assert facts["data"] == f"{os.devnull} (GNCPRIOR_DATA), which does not exist"

@@ -105,7 +105,7 @@ def test_variants_differ_by_rounding_only(job):
 
 @pytest.mark.parametrize("variant", kernels.supported())
 @pytest.mark.parametrize("size", [(80, 140), (46, 46), (13, 33), (5, 16), (3, 7)])
-@pytest.mark.parametrize("inputs", [1, 2, 7, 12])
+@pytest.mark.parametrize("inputs", [1, 2, 7, 12, 33])
 def test_half_products_are_exact_products_of_rounded_factors(variant, size, inputs):
     """A product of two bfloat16 fits a float32, so only the order of the sums may differ.
 
@@ -115,7 +115,7 @@ def test_half_products_are_exact_products_of_rounded_factors(variant, size, inpu
     x, w = (normal(*shape, seed=k, dtype=torch.float32) for k, shape in
             enumerate([(2, inputs, *size), (13, inputs, 3, 5)]))  # fmt: skip
     r = normal(2, 13, *size, seed=2, dtype=torch.float32)
-    if variant == "avx512bf16":
+    if variant in ("amx", "avx512bf16"):
         rounded = [t.to(torch.bfloat16).float() for t in (x, w, r)]
     else:
         rounded = [x, w, r]
@@ -289,7 +289,7 @@ def test_a_variant_can_be_chosen(variant):
 
 def test_a_wrong_choice_is_refused_and_changes_nothing():
     before = kernels.variant()
-    with pytest.raises(GncpriorError, match="no kernels named 'sse9': choose one of avx512bf16, "):
+    with pytest.raises(GncpriorError, match="no kernels named 'sse9': choose one of amx, avx512bf16, "):
         kernels.select("sse9")
     assert kernels.variant() == before
 

@@ -192,11 +192,17 @@ class Prior(nn.Module):
             h = evaluate(convolve(h, k), phi.tables[0], phi.inverse_gamma)
         return _total(h)
 
-    def grad(self, x: Tensor, t_hat: float | Tensor, *, buffers: Buffers | None = None) -> Tensor:
-        """∇_x R(x,t), shaped like x.  With ``buffers`` the result is one of them, good until the next call."""
+    def grad(
+        self, x: Tensor, t_hat: float | Tensor, *, buffers: Buffers | None = None, half: bool = False
+    ) -> Tensor:
+        """∇_x R(x,t), shaped like x.  With ``buffers`` the result is one of them, good until the next call.
+
+        With ``half`` inner filters may multiply in bfloat16, where the processor has that: faster, and
+        off by some thousandths.
+        """
         if self._tracked(x, t_hat):
             return self._tracked_sweep(x, t_hat)[1]
-        return self._sweep(x, t_hat, buffers)[1]
+        return self._sweep(x, t_hat, buffers, half=half)[1]
 
     def energy_and_grad(
         self, x: Tensor, t_hat: float | Tensor, *, buffers: Buffers | None = None
@@ -237,7 +243,7 @@ class Prior(nn.Module):
     @torch.no_grad()
     def _sweep(
         self, x: Tensor, t_hat: float | Tensor, buffers: Buffers | None,
-        energy: bool = False, time: bool = False,
+        energy: bool = False, time: bool = False, half: bool = False,
     ) -> tuple[Tensor | None, Tensor, Tensor | None]:  # fmt: skip
         """The same without a graph and in reused memory; ∂R/∂t̂ comes from the same adjoints."""
         self._check(x)
@@ -257,7 +263,7 @@ class Prior(nn.Module):
         slopes: list[Tensor] = []
         value: Tensor | None = None
         for i, (k, phi) in enumerate(zip(w, layers, strict=True)):
-            u = convolve_into(h, k, buffers.get(f"features {i}", shape, x))
+            u = convolve_into(h, k, buffers.get(f"features {i}", shape, x), half and i > 0)
             if time:
                 rates.append(buffers.get(f"rates {i}", shape, x))
                 evaluate_into(u, phi.tables[1], phi.inverse_gamma, rates[i])
@@ -269,7 +275,7 @@ class Prior(nn.Module):
         g = slopes[last]
         for i in reversed(range(len(w))):
             to = grad if i == 0 else buffers.get("activations", shape, x)
-            back = convolve_transpose_into(g, w[i], to)
+            back = convolve_transpose_into(g, w[i], to, half and i > 0)
             if i:
                 if dt is not None:
                     dt = dt + _total(rates[i - 1].mul_(back))

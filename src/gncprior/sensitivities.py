@@ -9,9 +9,9 @@ With u_l = K_l h_{l−1} and h_l = φ_l(u_l), the rates in the direction v are u
 
     g_l = φ_l'·a_l,    ġ_l = φ_l''·u̇_l·a_l + φ_l'·ȧ_l,    a_{l−1} = K_lᵀ g_l,    ȧ_{l−1} = K_lᵀ ġ_l,
 
-and ∇²R v = ȧ_0.  A function φ_l enters Ṙ by Σ ȧ_l·φ_l(u_l) + u̇_l·a_l·φ_l'(u_l), so that sum with
-∂_t̂φ_l in its place is the derivative in t̂, and its moments are those in the weights of φ_l; the
-filters enter by ∂⟨K_l ḣ_{l−1}, g_l⟩ + ∂⟨K_l h_{l−1}, ġ_l⟩.
+and ∇²R v = ȧ_0.  A function φ_l enters Ṙ by Σ ȧ_l·φ_l(u_l) + u̇_l·a_l·φ_l'(u_l).  That is linear in its
+tables, so the moments it has with them are the derivative in the weights of φ_l, and their product with
+the tables of ∂_t̂φ_l is the derivative in t̂; the filters enter by ∂⟨K_l ḣ_{l−1}, g_l⟩ + ∂⟨K_l h_{l−1}, ġ_l⟩.
 """
 
 from __future__ import annotations
@@ -71,17 +71,13 @@ def gradient_adjoint(
         if a is not None and da is not None:
             dg.addcmul_(g, da)
             g.mul_(a)
-        rate = None if da is None else buffers.get("rate", shape, x)
-        rate_slope = buffers.get("rate slope", shape, x)
-        evaluate_into(u, phi.tables[1].detach(), phi.inverse_gamma, rate, rate_slope)
-        mixed += _total(rate_slope.mul_(ua))
-        if rate is not None and da is not None:
-            mixed += _total(rate.mul_(da))
+        moments = differentiate_transpose(
+            scatter(u, ua, phi.inverse_gamma, phi.knots), phi.inverse_gamma
+        )
+        if da is not None:
+            moments += scatter(u, da, phi.inverse_gamma, phi.knots)
+        mixed += (phi.tables[1].detach() * moments).sum((1, 2, 3))
         if parameters:
-            moments = scatter(u, ua, phi.inverse_gamma, phi.knots)
-            moments = differentiate_transpose(moments, phi.inverse_gamma)
-            if da is not None:
-                moments = moments + scatter(u, da, phi.inverse_gamma, phi.knots)
             table_grads.insert(0, moments.to(x.dtype))
             grad = weight_grad_into(inputs[i], outputs[i], torch.empty_like(k), half and i > 0)
             _add(prior.filters[i], zero_mean(grad) if i == 0 else grad)
@@ -96,6 +92,3 @@ def gradient_adjoint(
 def _add(parameter: Tensor, grad: Tensor) -> None:
     parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
 
-
-def _total(h: Tensor) -> Tensor:
-    return h.flatten(1).sum(1, dtype=torch.float64)

@@ -83,7 +83,7 @@ def squared_error(
 
     t̂ and η are (I,), or (I, B) for one schedule per image.  ``weights`` (B,) multiply the errors before
     they are differentiated; with ``parameters`` the derivatives of their sum in all parameters of the
-    prior are added to ``grad``.  With ``half`` inner filters may multiply in bfloat16 on the way back.
+    prior are added to ``grad``.  With ``half`` inner filters may multiply in bfloat16.
     """
     x, fidelity = problem.x0, problem.fidelity
     shape = (len(t_hats), len(x))
@@ -91,7 +91,7 @@ def squared_error(
     sizes = etas.to(x).view(len(etas), -1).expand(shape)
     points, slopes = [x], []
     for t_hat, eta in zip(times, sizes, strict=True):
-        slopes.append(prior.grad(x, t_hat, buffers=buffers).clone())
+        slopes.append(prior.grad(x, t_hat, buffers=buffers, half=half).clone())
         x = fidelity.prox(torch.addcmul(x, slopes[-1], _spread(eta), value=-1), eta)
         points.append(x)
     v = x - problem.target

@@ -8,7 +8,8 @@
 //
 // Products are of floats (Full), or of bfloat16 with sums in float (Half): twice as many at a time,
 // each with three digits, which is enough for training.  Half needs instructions that only the
-// avx512bf16 build has; the others take Full in its place.
+// avx512bf16 and amx builds have, and the latter does still more at a time (Tiled); Short is the best of a
+// build, which for the others is Full.
 
 // Register blocks: GROUP output channels × STRIP vectors of pixels.
 constexpr int GROUP = 6;
@@ -104,6 +105,7 @@ inline void copy_box(const float* image, Shape shape, i64 channels, Box box, Bou
 
 // A slot is what a float takes: with Full it holds a float.  Rows are rows of floats.
 struct Full {
+    static constexpr int GROUP = gnc::GROUP;  // output channels at once
     static constexpr int CHANNELS = 1;  // in a slot
     static constexpr int PIXELS = LANES;  // in a vector of a row
     static float slot(float a, float) { return a; }
@@ -117,6 +119,7 @@ struct Full {
 #if defined(__AVX512BF16__)
 // With Half a slot holds the bfloat16 of two channels, and a row is one of bfloat16 followed by zeros.
 struct Half {
+    static constexpr int GROUP = gnc::GROUP;
     static constexpr int CHANNELS = 2;
     static constexpr int PIXELS = 2 * LANES;
     static float slot(float a, float b) {
@@ -166,8 +169,6 @@ struct Half {
         return _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_loadu_ps(p))));
     }
 };
-#else
-using Half = Full;
 #endif
 
 // ---------------------------------------------------------------- correlation of a tile
@@ -405,14 +406,14 @@ inline void convolve(const float* x, const float* w, i64 images, i64 inputs, i64
         copy_box(x + image * inputs * shape.pixels(), shape, inputs, halo, Boundary::symmetric, in);
         Product::join_channels(in, inputs);
         Planes group = planes(nullptr, tile.rows(), tile.columns(), 0);
-        group.data = out_memory.get(group.plane * GROUP);
+        group.data = out_memory.get(group.plane * Product::GROUP);
         for (i64 g = 0; g < packed.groups; ++g) {
             correlate<Product>(in, packed.inputs, k, packed.group(g), tile.rows(), tile.columns(), group);
-            for (i64 o = g * GROUP; o < std::min((g + 1) * GROUP, outputs); ++o)
+            for (i64 o = g * Product::GROUP; o < std::min<i64>((g + 1) * Product::GROUP, outputs); ++o)
                 for (i64 y = 0; y < tile.rows(); ++y)
                     std::memcpy(out + ((image * outputs + o) * shape.height + tile.y0 + y) * shape.width +
                                     tile.x0,
-                                group.at(o - g * GROUP, y), sizeof(float) * tile.columns());
+                                group.at(o - g * Product::GROUP, y), sizeof(float) * tile.columns());
         }
     });
 }
@@ -438,7 +439,7 @@ inline void convolve_transpose(const float* r, const float* w, i64 images, i64 i
         in.data = in_memory.get(in.plane * outputs);
         copy_box(r + image * outputs * shape.pixels(), shape, outputs, seen, Boundary::zero, in);
         Planes group = planes(nullptr, box.rows(), box.columns(), 0);
-        group.data = out_memory.get(group.plane * GROUP);
+        group.data = out_memory.get(group.plane * Product::GROUP);
         auto write = [&](i64 i, i64 plane) {
             fold_and_write(group.at(plane, 0), group.stride, box, tile, shape,
                            out + (image * inputs + i) * shape.pixels());
@@ -452,7 +453,7 @@ inline void convolve_transpose(const float* r, const float* w, i64 images, i64 i
         if (!few) Product::join_channels(in, outputs);
         for (i64 g = 0; g < packed.groups; ++g) {
             correlate<Product>(in, packed.inputs, k, packed.group(g), box.rows(), box.columns(), group);
-            for (i64 i = g * GROUP; i < std::min((g + 1) * GROUP, inputs); ++i) write(i, i - g * GROUP);
+            for (i64 i = g * Product::GROUP; i < std::min<i64>((g + 1) * Product::GROUP, inputs); ++i) write(i, i - g * Product::GROUP);
         }
     });
 }
@@ -551,6 +552,15 @@ inline void weight_grad(const float* x, const float* r, i64 images, i64 inputs, 
                         sum(totals[(i * k.size() + tap) * n + o]);
     });
 }
+
+#if defined(__AMX_BF16__)
+#include "tiles.hpp"
+using Short = Tiled;
+#elif defined(__AVX512BF16__)
+using Short = Half;
+#else
+using Short = Full;
+#endif
 
 // ---------------------------------------------------------------- the fused first layer
 

@@ -7,7 +7,24 @@
 
 using gnc::i64;
 
-// Which builds this processor can run: bit 0 portable, bit 1 AVX2, bit 2 AVX-512, bit 3 with bfloat16.
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+// Whether there are tiles of bfloat16, and the system lets this process have them: they are to be asked for.
+inline bool may_use_tiles() {
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d >> 22 & 1) || !(d >> 24 & 1)) return false;
+    constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+}
+#else
+inline bool may_use_tiles() { return false; }
+#endif
+
+// Which builds this processor can run: bit 0 portable, bit 1 AVX2, bit 2 AVX-512, bit 3 with bfloat16, bit 4
+// with tiles of it.
 GNC_API int gnc_supported() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
@@ -16,7 +33,7 @@ GNC_API int gnc_supported() {
                         __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
                         __builtin_cpu_supports("avx512vl");
     const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
-    return 1 | avx2 << 1 | avx512 << 2 | bf16 << 3;
+    return 1 | avx2 << 1 | avx512 << 2 | bf16 << 3 | (bf16 && may_use_tiles()) << 4;
 #else
     return 1;
 #endif
@@ -101,7 +118,7 @@ GNC_API void gnc_convolve(const float* x, const float* w, i64 images, i64 inputs
                           i64 width, i64 kernel_height, i64 kernel_width, float* out, int half,
                           int threads) {
     using namespace gnc;
-    (half ? convolve<Half> : convolve<Full>)(x, w, images, inputs, outputs, {height, width},
+    (half ? convolve<Short> : convolve<Full>)(x, w, images, inputs, outputs, {height, width},
                                              {kernel_height, kernel_width}, out, threads);
 }
 
@@ -109,7 +126,7 @@ GNC_API void gnc_convolve_transpose(const float* r, const float* w, i64 images, 
                                     i64 height, i64 width, i64 kernel_height, i64 kernel_width, float* out,
                                     int half, int threads) {
     using namespace gnc;
-    (half ? convolve_transpose<Half> : convolve_transpose<Full>)(
+    (half ? convolve_transpose<Short> : convolve_transpose<Full>)(
         r, w, images, inputs, outputs, {height, width}, {kernel_height, kernel_width}, out, threads);
 }
 
@@ -117,7 +134,7 @@ GNC_API void gnc_weight_grad(const float* x, const float* r, i64 images, i64 inp
                              i64 height, i64 width, i64 kernel_height, i64 kernel_width, float* dw,
                              int half, int threads) {
     using namespace gnc;
-    (half ? weight_grad<Half> : weight_grad<Full>)(x, r, images, inputs, outputs, {height, width},
+    (half ? weight_grad<Short> : weight_grad<Full>)(x, r, images, inputs, outputs, {height, width},
                                                    {kernel_height, kernel_width}, dw, threads);
 }
 

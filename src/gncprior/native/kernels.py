@@ -1,8 +1,8 @@
 """Loads the native kernels, or says why not, and calls them on torch tensors.
 
-The package holds up to four builds of the same C++ source (AVX-512 with and without bfloat16, AVX2,
-portable).  The fastest one that this processor runs is taken; ``$GNCPRIOR_KERNELS`` = ``avx512bf16``,
-``avx512``, ``avx2``, ``portable`` or ``torch`` asks for another.  Where none can be loaded the torch
+The package holds up to five builds of the same C++ source (AVX-512 with bfloat16 in tiles (AMX), in
+vectors, and without it, AVX2, portable).  The fastest one that this processor runs is taken;
+``$GNCPRIOR_KERNELS`` = ``amx``, ``avx512bf16``, ``avx512``, ``avx2``, ``portable`` or ``torch`` asks for another.  Where none can be loaded the torch
 reference serves, and :func:`reason` says why.
 
 The functions below are thin: they check shapes and memory layout, hand over pointers and return
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gncprior.errors import GncpriorError
 
-VARIANTS = ("avx512bf16", "avx512", "avx2", "portable")  # fastest first
+VARIANTS = ("amx", "avx512bf16", "avx512", "avx2", "portable")  # fastest first
 ENVIRONMENT_VARIABLE = "GNCPRIOR_KERNELS"
 
 _HERE = Path(__file__).parent
@@ -69,7 +69,7 @@ def supported() -> tuple[str, ...]:
         flags = _open("portable").gnc_supported()
     except OSError:
         return ()
-    bits = {"portable": 1, "avx2": 2, "avx512": 4, "avx512bf16": 8}
+    bits = {"portable": 1, "avx2": 2, "avx512": 4, "avx512bf16": 8, "amx": 16}
     found = []
     for name in VARIANTS:
         if flags & bits[name]:
@@ -124,7 +124,7 @@ _choice = _Choice()
 
 
 def variant() -> str:
-    """The kernels in use: ``avx512bf16``, ``avx512``, ``avx2``, ``portable``, or ``torch`` for none."""
+    """The kernels in use: ``amx``, ``avx512bf16``, ``avx512``, ``avx2``, ``portable``, or ``torch`` for none."""
     return _choice.name
 
 
@@ -246,7 +246,7 @@ def convolve(x: Tensor, w: Tensor, out: Tensor | None = None, half: bool = False
     """K x for x (B, I, H, W) and filters w (O, I, kh, kw), symmetric boundary.
 
     With ``half`` (here and below) the products are of bfloat16, their sums of float32, where the
-    variant in use has such products (``avx512bf16``); the others compute in float32 throughout.
+    variant in use has such products (``amx``, ``avx512bf16``); the others compute in float32 throughout.
     """
     images, inputs, height, width = x.shape
     outputs, also_inputs, kh, kw = w.shape
