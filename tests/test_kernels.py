@@ -289,7 +289,9 @@ def test_a_variant_can_be_chosen(variant):
 
 def test_a_wrong_choice_is_refused_and_changes_nothing():
     before = kernels.variant()
-    with pytest.raises(GncpriorError, match="no kernels named 'sse9': choose one of amx, avx512bf16, "):
+    with pytest.raises(
+        GncpriorError, match="no kernels named 'sse9': choose one of amx, avx512bf16, "
+    ):
         kernels.select("sse9")
     assert kernels.variant() == before
 

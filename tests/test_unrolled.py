@@ -12,7 +12,7 @@ from gncprior.checkpoints import load_prior, save_prior, write_tensors
 from gncprior.datasets import Dataset
 from gncprior.experiments.common import HARBOUR
 from gncprior.fidelity import Denoising, Inpainting
-from gncprior.finetuning import FineTuning, Settings, fine_tune
+from gncprior.finetuning import FineTuning, Settings, _problem, fine_tune
 from gncprior.images import read_image
 from gncprior.prior import Architecture, Prior
 from gncprior.sensitivities import gradient_adjoint
@@ -378,28 +378,33 @@ def test_bad_input(make, sentence):
 # ---------------------------------------------------------------- the whole model
 
 
-def fine_tuning(steps, **choices):
+LEVELS = {"denoise": [0.05, 0.1, 0.2], "inpaint": [0.3, 0.5, 0.8]}
+
+
+def fine_tuning(steps, task="denoise", **choices):
     prior = tiny(2, torch.float32)
-    levels = torch.tensor([0.05, 0.1, 0.2], dtype=torch.float64)
-    pairs = [start_schedule("denoise", level, 2, prior.t_hat_range) for level in levels.tolist()]
+    levels = torch.tensor(LEVELS[task], dtype=torch.float64)
+    pairs = [start_schedule(task, level, 2, prior.t_hat_range) for level in levels.tolist()]
     t_hats, etas = (torch.stack(s) for s in zip(*pairs, strict=True))
-    schedules = Schedules("denoise", levels, t_hats, etas / 4)
+    schedules = Schedules(task, levels, t_hats, etas / 4)
     settings = Settings(steps=steps, batch=6, size=16, chunk=4, **choices)
     return prior, schedules, FineTuning(prior, schedules, smooth_images(), settings)
 
 
-def test_fine_tuning_improves_every_level():
-    prior, schedules, run = fine_tuning(20, average=0.5, lr_splines=2e-3)
+@pytest.mark.parametrize("task", LEVELS)
+def test_fine_tuning_improves_every_level(task):
+    prior, schedules, run = fine_tuning(20, task, average=0.5, lr_splines=2e-3)
     losses = [run.step().loss for _ in range(20)]
     tuned, learned = run.result()
     assert sum(losses[-5:]) < sum(losses[:5])
     images = smooth_images()
     before = scores_of(prior, images, schedules, size=16)
     after = scores_of(tuned, images, learned, size=16)
-    assert set(before) == {"0.05", "0.1", "0.2"}
+    assert set(before) == set(map(str, LEVELS[task]))
     for level, score in after.items():
         assert score > before[level] + 0.1
     assert torch.equal(learned.levels, schedules.levels)
+    assert learned.task == task
     assert not any(p.requires_grad for p in tuned.parameters())
 
 
@@ -436,9 +441,19 @@ def test_fine_tuning_is_repeatable_and_saves_on_its_way():
         assert torch.equal(p, q)
 
 
-def test_fine_tuning_refuses_other_tasks():
-    with pytest.raises(GncpriorError, match="is for denoising"):
-        FineTuning(tiny(1), shipped("inpaint"), smooth_images(), Settings())
+def test_fine_tuning_hides_as_many_pixels_as_the_level_says():
+    generator = torch.Generator().manual_seed(0)
+    x, noise = torch.randn(2, 2, 1, 200, 200, generator=generator)
+    problem = _problem("inpaint", x, noise, torch.tensor([0.3, 0.8]), torch.tensor([0.0, 1e-3]))
+    assert torch.equal(problem.fidelity.z, x.masked_fill(problem.fidelity.mask, 0))
+    shares = problem.fidelity.mask.float().mean((1, 2, 3))
+    assert shares.tolist() == pytest.approx([0.3, 0.8], abs=4 * 0.5 / 200)  # four deviations
+    moved = problem.x0 - problem.fidelity.start()
+    assert not moved[0].any() and not moved[~problem.fidelity.mask].any()
+    assert float(moved[1][problem.fidelity.mask[1]].std()) == pytest.approx(1e-3, rel=0.02)
+
+
+def test_fine_tuning_refuses_empty_batches():
     with pytest.raises(GncpriorError, match="must be positive"):
         Settings(batch=0)
 

@@ -1,13 +1,18 @@
 r"""Fine-tuning: a prior and its schedules learned together, through the unrolled steps (paper, section 4.3).
 
 From a prior that knows images in general and schedules for several noise levels, one model is made
-that denoises them all: every image of a batch has one of the levels, and is restored by the schedule
-of that level with the same R.  The loss is the mean of ‖x_I − x̂‖² over images, each divided by the
-error that its level had at the start, so that all levels count alike.
+that denoises them all, and likewise one that inpaints from schedules for several shares of missing pixels.
+Every image of a batch has one of the levels, and is restored by the schedule of that level with the same
+R.  The loss is the mean of ‖x_I − x̂‖² over images, each divided by the error that its level had at the
+start, so that all levels count alike.
+
+Where pixels are missing no data term holds x back, and steps that suit photographs may let any unevenness
+of a flat region grow.  So when a model learns to inpaint, the last image of every batch is flat, but for a
+whiff of noise where it starts, and what is left of that noise is added to the loss.
 
 Derivatives are those of :func:`gncprior.unrolled_adjoint.squared_error`, whose memory does not depend
-on the number of steps.  Filters, splines and schedules have rates of their own, which fall along a
-cosine; the result is a moving average of what was passed.
+on the number of steps.  Filters, splines and schedules have rates of their own, which rise at
+first and then fall along a cosine; the result is a moving average of what was passed.
 """
 
 from __future__ import annotations
@@ -23,12 +28,15 @@ from gncprior.buffers import Buffers
 from gncprior.calibration import centre
 from gncprior.datasets import Dataset
 from gncprior.errors import GncpriorError
-from gncprior.fidelity import Denoising
+from gncprior.fidelity import Denoising, Inpainting
 from gncprior.optimizers import AdaBelief, Average, cosine, prior_groups
 from gncprior.prior import Prior
-from gncprior.unrolled import DENOISE, Schedules
+from gncprior.unrolled import DENOISE, INPAINT, Schedules
 from gncprior.unrolled_adjoint import Problem, crops, squared_error
-from gncprior.unrolled_learning import Parameters, mean_psnr
+from gncprior.unrolled_learning import Parameters, longest_step, mean_psnr
+
+WHIFF = 1e-3  # the deviation of the noise in flat images
+FLAT = 0.05  # what it adds to the loss if it stays as it is
 
 
 @dataclass(frozen=True)
@@ -42,11 +50,12 @@ class Settings:
     lr_filters: float = 3e-3
     lr_splines: float = 3e-3
     lr_schedules: float = 1e-2
-    smoothing: float = 3.0
+    smoothing: float = 1.0
     t_smoothing: float = 1.0
     lr_end: float = 0.02
-    average: float = 0.995
-    half: bool = True  # products of bfloat16 on the way back, where the processor has them
+    warmup: int = 50
+    average: float = 0.99
+    half: bool = True  # inner filters multiply in bfloat16, where the processor has that
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -68,13 +77,12 @@ class FineTuning:
     def __init__(
         self, prior: Prior, schedules: Schedules, training: Dataset, settings: Settings
     ) -> None:
-        if schedules.task != DENOISE:
-            raise GncpriorError("Fine-tuning is for denoising: give schedules of that task.")
-        self.settings, self.levels = settings, schedules.levels
+        self.settings, self.task, self.levels = settings, schedules.task, schedules.levels
         self.training = training.at_least(settings.size)
         self.prior = copy.deepcopy(prior).requires_grad_(True)
+        longest = longest_step(self.task, prior.architecture.layers)
         self.schedules = [
-            Parameters(t_hats, etas, prior.t_hat_range)
+            Parameters(t_hats, etas, prior.t_hat_range, longest)
             for t_hats, etas in zip(schedules.t_hats, schedules.etas, strict=True)
         ]
         groups = [
@@ -102,11 +110,15 @@ class FineTuning:
         pairs = [s.schedule() for s in self.schedules]
         t_hats, etas = (torch.stack(s, 1) for s in zip(*pairs, strict=True))  # (I, S)
         weights = 1 / (self.scale[which] * x[0].numel() * settings.batch)
+        whiff = torch.zeros(settings.batch)
+        if self.task == INPAINT:
+            x[-1], whiff[-1] = x[-1].mean(), WHIFF
+            weights[-1] = FLAT / (WHIFF**2 * x[0].numel())
         dt_hats, detas = torch.zeros_like(t_hats), torch.zeros_like(etas)
         loss = 0.0
         for part in torch.arange(settings.batch).split(settings.chunk):
             s = which[part]
-            problem = _problem(x[part], noise[part], self.levels[s])
+            problem = _problem(self.task, x[part], noise[part], self.levels[s], whiff[part])
             errors, dt, de = squared_error(
                 self.prior, problem, t_hats.detach()[:, s], etas.detach()[:, s], self.buffers,
                 weights=weights[part], parameters=True, half=settings.half,
@@ -115,7 +127,7 @@ class FineTuning:
             dt_hats = dt_hats.index_add(1, s, dt)
             detas = detas.index_add(1, s, de)
         torch.autograd.backward([t_hats, etas], [dt_hats, detas])
-        factor = cosine(self.number, settings.steps, settings.lr_end)
+        factor = cosine(self.number, settings.steps, settings.lr_end, settings.warmup)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * factor
         self.number += 1
@@ -134,12 +146,12 @@ class FineTuning:
         with torch.no_grad():
             pairs = [s.schedule() for s in schedules]
         t_hats, etas = (torch.stack(s) for s in zip(*pairs, strict=True))
-        return prior.eval(), Schedules(DENOISE, self.levels, t_hats, etas)
+        return prior.eval(), Schedules(self.task, self.levels, t_hats, etas)
 
     def _error_now(self, s: int) -> float:
         """The mean squared error of a level as things stand."""
         level, size = float(self.levels[s]), self.settings.size
-        problems = crops(self.training, DENOISE, level, count=16, size=size)
+        problems = crops(self.training, self.task, level, count=16, size=size)
         with torch.no_grad():
             return 10 ** (-mean_psnr(self.prior, problems, self.schedules[s].schedule()) / 10)
 
@@ -165,7 +177,15 @@ def fine_tune(
     return run.result()
 
 
-def _problem(x: Tensor, noise: Tensor, sigmas: Tensor) -> Problem:
-    sigmas = sigmas.to(x)
-    z = torch.addcmul(x, noise, sigmas.view(-1, 1, 1, 1))
-    return Problem(x, Denoising(z, sigmas), z)
+def _problem(task: str, x: Tensor, noise: Tensor, levels: Tensor, whiff: Tensor) -> Problem:
+    """Images with noise of σ, or with that share of pixels missing: those where the noise is least.
+
+    What is missing starts with noise of the deviation ``whiff`` (B,), that of other pixels.
+    """
+    levels, whiff = (s.to(x).view(-1, 1, 1, 1) for s in (levels, whiff))
+    if task == DENOISE:
+        z = torch.addcmul(x, noise, levels)
+        return Problem(x, Denoising(z, levels), z)
+    inpainting = Inpainting(x, noise < torch.special.ndtri(levels))
+    start = torch.addcmul(inpainting.start(), noise.flip(-1) * inpainting.mask, whiff)
+    return Problem(x, inpainting, start)

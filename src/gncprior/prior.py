@@ -193,7 +193,12 @@ class Prior(nn.Module):
         return _total(h)
 
     def grad(
-        self, x: Tensor, t_hat: float | Tensor, *, buffers: Buffers | None = None, half: bool = False
+        self,
+        x: Tensor,
+        t_hat: float | Tensor,
+        *,
+        buffers: Buffers | None = None,
+        half: bool = False,
     ) -> Tensor:
         """∇_x R(x,t), shaped like x.  With ``buffers`` the result is one of them, good until the next call.
 
@@ -205,20 +210,30 @@ class Prior(nn.Module):
         return self._sweep(x, t_hat, buffers, half=half)[1]
 
     def energy_and_grad(
-        self, x: Tensor, t_hat: float | Tensor, *, buffers: Buffers | None = None
+        self,
+        x: Tensor,
+        t_hat: float | Tensor,
+        *,
+        buffers: Buffers | None = None,
+        half: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """R and ∇_x R in one pass."""
         if self._tracked(x, t_hat):
             return self._tracked_sweep(x, t_hat)
-        energy, grad, _ = self._sweep(x, t_hat, buffers, energy=True)
+        energy, grad, _ = self._sweep(x, t_hat, buffers, energy=True, half=half)
         assert energy is not None
         return energy, grad
 
     def joint_grad(
-        self, x: Tensor, t_hat: float | Tensor, *, buffers: Buffers | None = None
+        self,
+        x: Tensor,
+        t_hat: float | Tensor,
+        *,
+        buffers: Buffers | None = None,
+        half: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """R, ∇_x R and ∂R/∂t̂ in one pass, without a graph."""
-        energy, grad, dt = self._sweep(x, t_hat, buffers, energy=True, time=True)
+        energy, grad, dt = self._sweep(x, t_hat, buffers, energy=True, time=True, half=half)
         assert energy is not None and dt is not None
         return energy, grad, dt
 

@@ -91,4 +91,3 @@ def gradient_adjoint(
 
 def _add(parameter: Tensor, grad: Tensor) -> None:
     parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
-

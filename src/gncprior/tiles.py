@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -67,22 +68,27 @@ def halo(prior: Prior, steps: int) -> int:
 
 
 class TiledEnergy:
-    """A prior whose gradient is computed in tiles; everything else is the prior's own."""
+    """A prior whose gradient is computed in tiles; everything else is the prior's own.
 
-    def __init__(self, prior: Prior, side: int = GRADIENT_TILE) -> None:
+    With ``half`` its inner filters multiply in bfloat16, where the processor has that.
+    """
+
+    def __init__(self, prior: Prior, side: int = GRADIENT_TILE, half: bool = False) -> None:
         self.prior, self.side = prior, side
         self.t_hat_range = prior.t_hat_range
-        self.energy_and_grad, self.joint_grad = prior.energy_and_grad, prior.joint_grad
+        self._grad = partial(prior.grad, half=half)
+        self.energy_and_grad = partial(prior.energy_and_grad, half=half)
+        self.joint_grad = partial(prior.joint_grad, half=half)
 
     @torch.no_grad()
     def grad(self, x: Tensor, t_hat: float | Tensor, *, buffers: Buffers | None = None) -> Tensor:
         """∇_x R(x,t)."""
         size = (x.shape[2], x.shape[3])
         if max(size) <= self.side:
-            return self.prior.grad(x, t_hat, buffers=buffers)
+            return self._grad(x, t_hat, buffers=buffers)
         buffers = Buffers() if buffers is None else buffers
         out = buffers.get("gradient of all tiles", x.shape, x)
         for tile in tiles(size, self.side, reach(self.prior)):
-            part = self.prior.grad(x[(..., *tile.outer)], t_hat, buffers=buffers)
+            part = self._grad(x[(..., *tile.outer)], t_hat, buffers=buffers)
             out[(..., *tile.inner)] = part[(..., *tile.crop)]
         return out

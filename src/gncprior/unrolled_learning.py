@@ -196,7 +196,7 @@ def learn_schedules(
             problems,
             before,
             evaluations=evaluations,
-            longest=_longest(task, prior.architecture.layers),
+            longest=longest_step(task, prior.architecture.layers),
             callback=tell,
         )
         learned.append(found)
@@ -237,8 +237,8 @@ def scores_of(
     return {f"{level:.6g}": score(level) for level in schedules.levels.tolist()}
 
 
-def _longest(task: str, layers: int) -> float | None:
-    """r, where steps are bounded."""
+def longest_step(task: str, layers: int) -> float | None:
+    """r, the bound of η_i/e^t̂_i, where there is one."""
     if task == DENOISE:
         return None
     return 1.8 if layers == 1 else 1.2

@@ -62,6 +62,10 @@ def evaluate(
         bool,
         Parameter(help="Images in colour; a prior for grey takes channel by channel.", negative=""),
     ] = False,
+    half: Annotated[
+        bool,
+        Parameter(help="Inner filters multiply in bfloat16, where the processor can.", negative=""),
+    ] = False,
     data: Data = None,
     image_set: Annotated[
         Literal["test", "val"],
@@ -85,11 +89,14 @@ def evaluate(
         raise GncpriorError("Only denoising knows a variance of noise: give --t0 without v.")
     if limit is not None and limit < 1:
         raise GncpriorError(f"At least one image must be evaluated, not {limit}.")
+    if half and task == "noise":
+        raise GncpriorError("The noise level is read in full precision: leave out --half.")
     if blind and task != "denoise":
         raise GncpriorError("Only denoising can be blind to σ: leave out --blind.")
 
     from gncprior import evaluation
     from gncprior.checkpoints import load_prior, write_file
+    from gncprior.tiles import TiledEnergy
 
     use_threads(threads)
     model = load_prior(prior)
@@ -103,7 +110,11 @@ def evaluate(
     def restoration(level: float) -> "Restore":
         first = start * level**2 if relative and start is not None else start
         restore = evaluation.restoration(
-            model, task, level, method, steps=steps, t0=first, learned=learned
+            TiledEnergy(model, half=half) if half else model,
+            *(task, level, method),
+            steps=steps,
+            t0=first,
+            learned=learned,
         )
         return evaluation.channelwise(restore) if colour and grey else restore
 
@@ -112,7 +123,7 @@ def evaluate(
     settings |= {"count": count, "colour": colour or not grey}
     if restoring:
         settings |= {"method": method, "steps": 1 if method == "tweedie" else steps}
-        settings |= {"t0": f"{start:g} σ²" if relative else start, "blind": blind}
+        settings |= {"t0": f"{start:g} σ²" if relative else start, "blind": blind, "half": half}
     reports = []
     with progress_bar(count * len(levels), "images") as advance:
         for level in levels:
@@ -180,7 +191,7 @@ def _table(reports: list[dict[str, Any]]) -> None:
     ]
     if "method" in first:
         facts += [first["method"], f"{first['steps']} steps"]
-    facts += [word for word in ("colour", "blind") if first.get(word)]
+    facts += [word for word in ("colour", "blind", "half") if first.get(word)]
     print(", ".join(facts))
     keys = list(reports[0]["mean"])
     level = "missing" if first["task"] == "inpaint" else "sigma"

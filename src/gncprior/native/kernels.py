@@ -2,8 +2,8 @@
 
 The package holds up to five builds of the same C++ source (AVX-512 with bfloat16 in tiles (AMX), in
 vectors, and without it, AVX2, portable).  The fastest one that this processor runs is taken;
-``$GNCPRIOR_KERNELS`` = ``amx``, ``avx512bf16``, ``avx512``, ``avx2``, ``portable`` or ``torch`` asks for another.  Where none can be loaded the torch
-reference serves, and :func:`reason` says why.
+``$GNCPRIOR_KERNELS`` = ``amx``, ``avx512bf16``, ``avx512``, ``avx2``, ``portable`` or ``torch`` asks for
+another.  Where none can be loaded the torch reference serves, and :func:`reason` says why.
 
 The functions below are thin: they check shapes and memory layout, hand over pointers and return
 the result.  They know nothing of autograd; :mod:`gncprior.splines` and :mod:`gncprior.filters` do.
