@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gncprior.convexity import settle_at_t_max, smallest_curvature, steady_at_t_max
+from gncprior.convexity import flat_curvature, settle_at_t_max, smallest_curvature, steady_at_t_max
 from gncprior.prior import Architecture, Prior
 
 
@@ -19,6 +19,22 @@ def rough_prior(layers: int) -> Prior:
         for p in prior.parameters():
             p += 0.1 * torch.randn(p.shape, generator=generator, dtype=torch.float64)
     return prior.requires_grad_(False)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_the_power_method_finds_the_largest_curvature_of_a_flat_image(layers):
+    prior = rough_prior(layers)
+    t_hats = torch.tensor([-2.0, -7.0], dtype=torch.float64)
+    units = torch.eye(64, dtype=torch.float64).view(64, 1, 8, 8)
+    grey = torch.full_like(units, 0.7)
+    spectra = [
+        torch.linalg.eigvalsh(prior.hessian_product(grey, t, units).view(64, 64)) for t in t_hats
+    ]
+    want = torch.stack([s.abs().max() for s in spectra])
+    values, waves = flat_curvature(prior, t_hats, 400, size=8)
+    assert values.tolist() == pytest.approx(want.tolist(), rel=1e-3)
+    again, _ = flat_curvature(prior, t_hats, 1, waves, size=8)  # goes on where it ended
+    assert again.tolist() == pytest.approx(want.tolist(), rel=1e-3)
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])

@@ -294,6 +294,7 @@ def test_a_first_smoothing_that_follows_the_noise(folder, tmp_path, method):
         (["--limit", "0"], "At least one image"),
         (["--steps", "7"], "There are no learned schedules in"),
         (["--threads", "0"], "At least one thread"),
+        (["--task", "noise", "--half"], "read in full precision"),
         (["--task", "inpaint", "--blind"], "Only denoising can be blind"),
         (["--task", "inpaint", "--t0", "0.3v"], "give --t0 without v"),
         (["--method", "joint", "--t0", "v"], "A smoothing variance must be a positive number"),

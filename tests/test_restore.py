@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import gncprior
 from gncprior import GncpriorError, checkpoints, denoise, estimate_sigma, inpaint, restore, unrolled
 from gncprior.fidelity import Denoising, Inpainting
+from gncprior.native import kernels
 from gncprior.restore import Scheme, noise_levels
 from gncprior.tiles import ENOUGH, TiledEnergy, halo, reach, tiles
 
@@ -182,6 +183,19 @@ def test_the_gradient_in_tiles_is_the_gradient(layers):
     tiled = TiledEnergy(prior, side=17).grad(x, -4.0)
     whole = prior.grad(x, -4.0)
     assert float((tiled - whole).abs().max()) < 1e-5 * float(whole.abs().max())
+
+
+@pytest.mark.parametrize("prior", ["r2", "r3"])
+def test_half_products_change_a_fraction_of_a_grey_level(prior):
+    """Where the processor has them, and else nothing."""
+    y = scene(60, 70)
+    mask = np.random.default_rng(0).random(y.shape) < 0.5
+    for run in (lambda **how: denoise(y, 0.1, **how), lambda **how: inpaint(y, mask, **how)):
+        full, rough = run(prior=prior), run(prior=prior, half=True)
+        assert np.abs(rough - full).max() < 0.5 / 255
+        assert np.sqrt(np.mean((rough - full) ** 2)) < 0.05 / 255
+        has_them = kernels.variant() in ("amx", "avx512bf16")
+        assert np.array_equal(rough, full) != has_them
 
 
 def test_stacks_and_batches_do_not_matter():

@@ -77,6 +77,27 @@ def _off_constants(v: Tensor, channels: int) -> Tensor:
 
 
 @torch.no_grad()
+def flat_curvature(
+    prior: Prior, t_hats: Tensor, products: int = 30, waves: Tensor | None = None, size: int = 16
+) -> tuple[Tensor, Tensor]:
+    """The eigenvalue of ∇²R at a flat image that is largest in size, for every t̂ (B,), and its eigenvectors.
+
+    It is found by the power method in as many Hessian products, from ``waves`` where given: those of a
+    call before, if the prior has changed little since.  A grey level added to the image changes nothing.
+    """
+    like = prior.filters[0]
+    shape = (len(t_hats), prior.architecture.channels, size, size)
+    if waves is None:
+        waves = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like)
+    flat, values = torch.zeros_like(waves), torch.zeros(len(t_hats))
+    for _ in range(products):
+        waves = waves / waves.flatten(1).norm(dim=1).view(-1, 1, 1, 1)
+        bent = prior.hessian_product(flat, t_hats.to(like), waves)
+        values, waves = (bent * waves).flatten(1).sum(1, dtype=torch.float64), bent
+    return values.abs(), waves
+
+
+@torch.no_grad()
 def settle_at_t_max(prior: Prior) -> None:
     """Replace, at t_max, inner functions by the closest lines and last potentials by the closest parabolas.
 

@@ -6,9 +6,10 @@ Every image of a batch has one of the levels, and is restored by the schedule of
 R.  The loss is the mean of ‖x_I − x̂‖² over images, each divided by the error that its level had at the
 start, so that all levels count alike.
 
-Where pixels are missing no data term holds x back, and steps that suit photographs may let any unevenness
-of a flat region grow.  So when a model learns to inpaint, the last image of every batch is flat, but for a
-whiff of noise where it starts, and what is left of that noise is added to the loss.
+Where pixels are missing no data term holds x back, and steps longer than twice the inverse of the curvature
+let any unevenness of a flat region grow.  As the curvature changes while a model learns to inpaint, it is
+followed (:func:`gncprior.convexity.flat_curvature`), and no step gets longer than 2.5 times its inverse: some may
+be too long by that much, as long as the others make up for it.
 
 Derivatives are those of :func:`gncprior.unrolled_adjoint.squared_error`, whose memory does not depend
 on the number of steps.  Filters, splines and schedules have rates of their own, which rise at
@@ -18,7 +19,8 @@ first and then fall along a cosine; the result is a moving average of what was p
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +28,7 @@ from torch import Tensor
 
 from gncprior.buffers import Buffers
 from gncprior.calibration import centre
+from gncprior.convexity import flat_curvature
 from gncprior.datasets import Dataset
 from gncprior.errors import GncpriorError
 from gncprior.fidelity import Denoising, Inpainting
@@ -33,10 +36,9 @@ from gncprior.optimizers import AdaBelief, Average, cosine, prior_groups
 from gncprior.prior import Prior
 from gncprior.unrolled import DENOISE, INPAINT, Schedules
 from gncprior.unrolled_adjoint import Problem, crops, squared_error
-from gncprior.unrolled_learning import Parameters, longest_step, mean_psnr
+from gncprior.unrolled_learning import Parameters, mean_psnr
 
-WHIFF = 1e-3  # the deviation of the noise in flat images
-FLAT = 0.05  # what it adds to the loss if it stays as it is
+LONGEST = 2.5  # η times the curvature of flat images, in inpainting
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,8 @@ class FineTuning:
         self.settings, self.task, self.levels = settings, schedules.task, schedules.levels
         self.training = training.at_least(settings.size)
         self.prior = copy.deepcopy(prior).requires_grad_(True)
-        longest = longest_step(self.task, prior.architecture.layers)
         self.schedules = [
-            Parameters(t_hats, etas, prior.t_hat_range, longest)
+            Parameters(t_hats, etas, prior.t_hat_range)
             for t_hats, etas in zip(schedules.t_hats, schedules.etas, strict=True)
         ]
         groups = [
@@ -94,6 +95,8 @@ class FineTuning:
         self.tensors = [p for group in groups for p in group["params"]]
         self.average = Average(self.tensors, settings.average)
         self.buffers = Buffers()
+        self._waves: Tensor | None = None  # where flat images bend most
+        self._usual = 0.0  # the length of gradients, a moving average
         self.number = 0
         self.scale = torch.tensor([self._error_now(s) for s in range(len(self.levels))]).double()
 
@@ -107,18 +110,13 @@ class FineTuning:
         which = (torch.arange(settings.batch) + self.number) % len(self.levels)
         for tensor in self.tensors:
             tensor.grad = None
-        pairs = [s.schedule() for s in self.schedules]
-        t_hats, etas = (torch.stack(s, 1) for s in zip(*pairs, strict=True))  # (I, S)
+        t_hats, etas = (s.T for s in self._schedules(self.prior, self.schedules))  # (I, S)
         weights = 1 / (self.scale[which] * x[0].numel() * settings.batch)
-        whiff = torch.zeros(settings.batch)
-        if self.task == INPAINT:
-            x[-1], whiff[-1] = x[-1].mean(), WHIFF
-            weights[-1] = FLAT / (WHIFF**2 * x[0].numel())
         dt_hats, detas = torch.zeros_like(t_hats), torch.zeros_like(etas)
         loss = 0.0
         for part in torch.arange(settings.batch).split(settings.chunk):
             s = which[part]
-            problem = _problem(self.task, x[part], noise[part], self.levels[s], whiff[part])
+            problem = _problem(self.task, x[part], noise[part], self.levels[s])
             errors, dt, de = squared_error(
                 self.prior, problem, t_hats.detach()[:, s], etas.detach()[:, s], self.buffers,
                 weights=weights[part], parameters=True, half=settings.half,
@@ -131,7 +129,7 @@ class FineTuning:
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * factor
         self.number += 1
-        if all(t.grad is not None and bool(t.grad.isfinite().all()) for t in self.tensors):
+        if self._clip():
             self.optimizer.step()
             self.average.update()
         return Progress(self.number, loss)
@@ -144,9 +142,36 @@ class FineTuning:
         self.average.copy_to([*prior.filters, *splines, *(s.free.detach() for s in schedules)])
         centre(prior)
         with torch.no_grad():
-            pairs = [s.schedule() for s in schedules]
-        t_hats, etas = (torch.stack(s) for s in zip(*pairs, strict=True))
+            t_hats, etas = self._schedules(prior, schedules, 30)
         return prior.eval(), Schedules(self.task, self.levels, t_hats, etas)
+
+    def _schedules(
+        self, prior: Prior, schedules: Sequence[Parameters], products: int = 2
+    ) -> tuple[Tensor, Tensor]:
+        """t̂ and η (S, I); in inpainting with steps short enough for flat images."""
+        pairs = [s.schedule() for s in schedules]
+        t_hats, etas = (torch.stack(s) for s in zip(*pairs, strict=True))
+        if self.task == INPAINT:
+            curvature, self._waves = flat_curvature(
+                prior, t_hats.detach().flatten(), products, self._waves
+            )
+            etas = torch.minimum(etas, LONGEST / curvature.view_as(etas))
+        return t_hats, etas
+
+    def _clip(self) -> bool:
+        """Shorten a gradient of more than twice the usual length; False where it is not finite.
+
+        Many steps in a row may blow up a rare image, and one such gradient would spoil hundreds of steps.
+        """
+        grads = [t.grad for t in self.tensors if t.grad is not None]
+        length = math.sqrt(sum(float(g.double().square().sum()) for g in grads))
+        if not math.isfinite(length):
+            return False
+        limit = 2 * self._usual if self._usual else length
+        if length > limit:
+            torch._foreach_mul_(grads, limit / length)
+        self._usual += 0.05 * (min(length, limit) - self._usual) if self._usual else length
+        return True
 
     def _error_now(self, s: int) -> float:
         """The mean squared error of a level as things stand."""
@@ -177,15 +202,11 @@ def fine_tune(
     return run.result()
 
 
-def _problem(task: str, x: Tensor, noise: Tensor, levels: Tensor, whiff: Tensor) -> Problem:
-    """Images with noise of σ, or with that share of pixels missing: those where the noise is least.
-
-    What is missing starts with noise of the deviation ``whiff`` (B,), that of other pixels.
-    """
-    levels, whiff = (s.to(x).view(-1, 1, 1, 1) for s in (levels, whiff))
+def _problem(task: str, x: Tensor, noise: Tensor, levels: Tensor) -> Problem:
+    """Images with noise of σ, or with that share of pixels missing: those where the noise is least."""
+    levels = levels.to(x).view(-1, 1, 1, 1)
     if task == DENOISE:
         z = torch.addcmul(x, noise, levels)
         return Problem(x, Denoising(z, levels), z)
     inpainting = Inpainting(x, noise < torch.special.ndtri(levels))
-    start = torch.addcmul(inpainting.start(), noise.flip(-1) * inpainting.mask, whiff)
-    return Problem(x, inpainting, start)
+    return Problem(x, inpainting, inpainting.start())

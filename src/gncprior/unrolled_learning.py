@@ -196,7 +196,7 @@ def learn_schedules(
             problems,
             before,
             evaluations=evaluations,
-            longest=longest_step(task, prior.architecture.layers),
+            longest=_longest(task, prior.architecture.layers),
             callback=tell,
         )
         learned.append(found)
@@ -237,7 +237,7 @@ def scores_of(
     return {f"{level:.6g}": score(level) for level in schedules.levels.tolist()}
 
 
-def longest_step(task: str, layers: int) -> float | None:
+def _longest(task: str, layers: int) -> float | None:
     """r, the bound of η_i/e^t̂_i, where there is one."""
     if task == DENOISE:
         return None
