@@ -303,7 +303,7 @@ def _best(quality: Quality, colours: int, task: str) -> str:
     """The prior whose learned schedules for the task scored best, or the shallowest if it should be fast.
 
     A picture of three colours gets a prior for colour that has schedules, and where there is none a prior
-    for grey, channel by channel; priors fine-tuned for denoising compete with the others of their depth.
+    for grey, channel by channel; priors fine-tuned for the task compete with the others of their depth.
     Depth, and colour, pay only with a schedule: they make a step dear, and the few steps of a predefined
     schedule do not use them.
     """
@@ -313,7 +313,7 @@ def _best(quality: Quality, colours: int, task: str) -> str:
         """Name → depth."""
         return {n: int(match[1]) for n in names if (match := re.fullmatch(pattern, n))}
 
-    grey = r"r(\d+)(?:-denoise)?" if task == DENOISE else r"r(\d+)"
+    grey = rf"r(\d+)(?:-{task})?"
     for pattern in (r"r(\d+)-rgb", grey) if colours == 3 else (grey,):
         ready = {n: depth for n, depth in known(pattern).items() if _learned(n, task)}
         if quality == "fast":

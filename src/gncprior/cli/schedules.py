@@ -57,9 +57,9 @@ def learn_schedule(
     One schedule is learned for every noise level σ (or share of missing pixels), and `denoise` and
     `evaluate` interpolate between them. The file is written after every level.
 
-    With `--finetune model` all parameters of the prior are learned too, for all noise levels of its
-    schedules at once (those with this number of steps, or --start); the model is written to --out and
-    its schedules beside it.
+    With `--finetune model` all parameters of the prior are learned too, for all noise levels (or
+    shares) of its schedules at once (those with this number of steps, or --start); the model is
+    written to --out and its schedules beside it.
 
     **Example:** `gncprior learn-schedule --prior r1 --sigma 15/255,25/255 --steps 10 --data pictures`
     """
