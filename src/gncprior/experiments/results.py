@@ -111,11 +111,11 @@ def commands(priors: Sequence[str], folder: str = "out/scores") -> list[str]:
         sigmas = ",".join(f"{level:g}" for level in peers.NOISE_LEVELS)
         add(f"--task noise --sigma {sigmas}{some} --prior {name}", f"{file}-noise")
     if not priors:
-        tuned = [name for name in shipped() if re.fullmatch(r"r\d+-denoise", name)]
-        for name in tuned:
-            for steps in learned(name, DENOISE):
-                words = f"--sigma {SIGMAS} --prior {name} --steps {steps}"
-                add(words, f"{name}-denoise-learned-{steps}")
+        for task, levels in ((DENOISE, f"--sigma {SIGMAS}"), (INPAINT, f"--missing {MISSING:g}")):
+            for name in (name for name in shipped() if re.fullmatch(rf"r\d+-{task}", name)):
+                for steps in learned(name, task):
+                    words = f"--task {task} {levels} --prior {name} --steps {steps}"
+                    add(words, f"{name}-{task}-learned-{steps}")
         colour = [name for name in shipped() if re.fullmatch(r"r\d+-rgb", name)]
         for name in [*(name.removesuffix("-rgb") for name in colour[:1]), *colour]:
             for steps in learned(name, DENOISE)[:1]:
