@@ -54,7 +54,8 @@ def test_a_prior_comes_back_bit_for_bit_and_fixed(tmp_path, scaled):
     assert not again.training
     assert not any(p.requires_grad for p in again.parameters())
     x = torch.rand(2, 1, 8, 9, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(again.energy(x, -3.0), prior.energy(x, -3.0).detach())
+    with torch.no_grad():  # with a graph torch may order a sum differently
+        assert torch.equal(again.energy(x, -3.0), prior.energy(x, -3.0))
 
 
 def test_the_header_is_kept_and_saved_again(saved, tmp_path):
