@@ -141,8 +141,10 @@ class FineTuning:
         splines = [s.weight for s in prior._splines()]
         self.average.copy_to([*prior.filters, *splines, *(s.free.detach() for s in schedules)])
         centre(prior)
+        waves = self._waves
         with torch.no_grad():
             t_hats, etas = self._schedules(prior, schedules, 30)
+        self._waves = waves  # the run goes on as if nobody had asked
         return prior.eval(), Schedules(self.task, self.levels, t_hats, etas)
 
     def _schedules(
