@@ -100,6 +100,7 @@ def evaluate(
 
     use_threads(threads)
     model = load_prior(prior)
+    energy = TiledEnergy(model, half=half)
     grey = model.architecture.channels == 1
     images = evaluation.open_images(data, image_set, 3 if colour or not grey else 1)
     restoring = task != "noise"
@@ -110,11 +111,7 @@ def evaluate(
     def restoration(level: float) -> "Restore":
         first = start * level**2 if relative and start is not None else start
         restore = evaluation.restoration(
-            TiledEnergy(model, half=half) if half else model,
-            *(task, level, method),
-            steps=steps,
-            t0=first,
-            learned=learned,
+            energy, task, level, method, steps=steps, t0=first, learned=learned
         )
         return evaluation.channelwise(restore) if colour and grey else restore
 

@@ -409,11 +409,12 @@ inline void convolve(const float* x, const float* w, i64 images, i64 inputs, i64
         group.data = out_memory.get(group.plane * Product::GROUP);
         for (i64 g = 0; g < packed.groups; ++g) {
             correlate<Product>(in, packed.inputs, k, packed.group(g), tile.rows(), tile.columns(), group);
-            for (i64 o = g * Product::GROUP; o < std::min<i64>((g + 1) * Product::GROUP, outputs); ++o)
+            const i64 first = g * Product::GROUP;
+            for (i64 o = first; o < std::min(first + Product::GROUP, outputs); ++o)
                 for (i64 y = 0; y < tile.rows(); ++y)
                     std::memcpy(out + ((image * outputs + o) * shape.height + tile.y0 + y) * shape.width +
                                     tile.x0,
-                                group.at(o - g * Product::GROUP, y), sizeof(float) * tile.columns());
+                                group.at(o - first, y), sizeof(float) * tile.columns());
         }
     });
 }
@@ -453,7 +454,8 @@ inline void convolve_transpose(const float* r, const float* w, i64 images, i64 i
         if (!few) Product::join_channels(in, outputs);
         for (i64 g = 0; g < packed.groups; ++g) {
             correlate<Product>(in, packed.inputs, k, packed.group(g), box.rows(), box.columns(), group);
-            for (i64 i = g * Product::GROUP; i < std::min<i64>((g + 1) * Product::GROUP, inputs); ++i) write(i, i - g * Product::GROUP);
+            const i64 first = g * Product::GROUP;
+            for (i64 i = first; i < std::min(first + Product::GROUP, inputs); ++i) write(i, i - first);
         }
     });
 }
@@ -554,7 +556,7 @@ inline void weight_grad(const float* x, const float* r, i64 images, i64 inputs, 
 }
 
 #if defined(__AMX_BF16__)
-#include "tiles.hpp"
+#include "amx.hpp"
 using Short = Tiled;
 #elif defined(__AVX512BF16__)
 using Short = Half;

@@ -1,7 +1,8 @@
 // The native core of gncprior: splines, convolutions and the fused first layer, float32 on CPUs.
 //
 // One source, several builds: kernels_amx.cpp to kernels_portable.cpp include this file and are compiled
-// with the flags of their instruction set.  Python picks one of the libraries at run time.  The interface at the end of the file is plain C; nothing here knows torch.
+// with the flags of their instruction set.  Python picks one of the libraries at run time.  The interface at
+// the end of the file is plain C; nothing here knows torch.
 //
 // Two promises hold for every function: the result does not depend on the number of threads, bit for
 // bit (work is cut into the same tasks whatever the number of threads, and no two tasks add to the
