@@ -485,3 +485,13 @@ def test_what_does_not_fit_is_refused_with_a_sentence():
     ]:  # fmt: skip
         with pytest.raises(GncpriorError, match=r"\.$"):
             Architecture(**bad)
+
+
+def test_a_prior_of_the_scaled_image():
+    prior = Prior(Architecture(layers=2, filters=4, first_size=3)).start()
+    x = torch.rand(2, 1, 7, 6, generator=torch.Generator().manual_seed(0))
+    scaled = prior.of_scaled(1.5)
+    with torch.no_grad():
+        torch.testing.assert_close(scaled.energy(x, -3.0), prior.energy(1.5 * x, -3.0))
+        torch.testing.assert_close(scaled.grad(x, -3.0), 1.5 * prior.grad(1.5 * x, -3.0))
+    assert not torch.equal(scaled.filters[0], prior.filters[0])

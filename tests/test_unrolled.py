@@ -1,19 +1,18 @@
 """The learned scheme: its adjoint against autograd, its parameters, and schedules for every level."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from PIL import Image
+from small import smooth_images, tiny
 
 from gncprior import GncpriorError, cli
 from gncprior.buffers import Buffers
 from gncprior.checkpoints import load_prior, save_prior, write_tensors
-from gncprior.convexity import flat_curvature
-from gncprior.datasets import Dataset
 from gncprior.experiments.common import HARBOUR
 from gncprior.fidelity import Denoising, Inpainting
-from gncprior.finetuning import FineTuning, Settings, _problem, fine_tune
 from gncprior.images import read_image
 from gncprior.prior import Architecture, Prior
 from gncprior.sensitivities import gradient_adjoint
@@ -28,7 +27,6 @@ from gncprior.unrolled_adjoint import Problem, crops, make_problem, squared_erro
 from gncprior.unrolled_learning import (
     Parameters,
     learn_schedule,
-    scores_of,
     start_schedule,
     stretch,
 )
@@ -37,18 +35,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 STEPS = 4
-
-
-def tiny(layers, dtype=torch.float64, **shape):
-    """A prior whose functions are anything but linear or quadratic."""
-    shape = {"filters": 5, "first_size": 3, "t_knots": 5, "x_knots": 15, "x_range": 2.0, **shape}
-    prior = Prior(Architecture(layers=layers, **shape)).start(gain=1.0).to(dtype)
-    generator = torch.Generator().manual_seed(layers)
-    with torch.no_grad():
-        for splines in prior.splines:
-            noise = torch.randn(splines.weight.shape, generator=generator, dtype=dtype)
-            splines.weight.add_(0.1 * splines.weight.abs().mean() * noise)
-    return prior.requires_grad_(False)
 
 
 def images(count=2, dtype=torch.float64, seed=0):
@@ -204,15 +190,6 @@ def test_parameters_cannot_leave_their_range():
     assert (parameters.schedule()[1] > 0).all()
 
 
-def smooth_images():
-    """Discs and ramps: something that a smoothing prior improves."""
-    y, x = torch.meshgrid(torch.linspace(-1, 1, 32), torch.linspace(-1, 1, 32), indexing="ij")
-    pictures = [(x * (k - 2) + y + 3) / 8 + 0.3 * (x**2 + y**2 < 0.1 * k) for k in range(1, 6)]
-    names = tuple(f"{k}.png" for k in range(len(pictures)))
-    bytes_ = tuple((255 * p.clamp(0, 1)).byte()[None].numpy() for p in pictures)
-    return Dataset("discs", names, bytes_)
-
-
 @tasks
 def test_learning_finds_the_best_step_sizes(task, level):
     """For one step the loss is a function of two numbers, which a scan minimises as well."""
@@ -316,13 +293,26 @@ def test_no_seam_between_or_beyond_levels():
 
 
 @pytest.mark.parametrize("sigma", [0.01, 0.5])
-def test_beyond_the_ends_everything_scales(sigma):
-    schedules = shipped()
-    end = SIGMAS[0] if sigma < SIGMAS[0] else SIGMAS[-1]
-    ratio = (sigma / end) ** 2
-    t_hats, etas = schedules.at(float(end))
-    torch.testing.assert_close(schedules.at(sigma)[0], t_hats + ratio.log())
-    torch.testing.assert_close(schedules.at(sigma)[1], etas * ratio)
+def test_beyond_the_ends_the_image_is_scaled(sigma):
+    """What comes out is that of the last level, for the image whose noise is scaled to it."""
+    schedules, prior, z = shipped(), tiny(2), images()
+    end = float(SIGMAS[0] if sigma < SIGMAS[0] else SIGMAS[-1])
+    c = end / sigma
+    found = unroll(schedules.prior_at(prior, sigma), Denoising(z, sigma), z, schedules.at(sigma))
+    expected = unroll(prior, Denoising(c * z, end), c * z, schedules.at(end)) / c
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("sigma", [0.01, 0.1, 0.5])
+def test_without_scales_smoothing_follows_the_noise(sigma):
+    held = shipped()
+    end = min(max(sigma, float(SIGMAS[0])), float(SIGMAS[-1]))
+    t_hats, etas = held.unscaled(sigma)
+    torch.testing.assert_close(t_hats, held.at(end)[0] + 2 * math.log(sigma / end))
+    torch.testing.assert_close(etas, held.at(end)[1] * (sigma / end) ** 2)
+    doubled = replace(held, scales=torch.full((3,), 2.0)).unscaled(sigma)
+    torch.testing.assert_close(doubled[0], t_hats - math.log(4))
+    torch.testing.assert_close(doubled[1], etas)
 
 
 def test_shares_are_interpolated_linearly_and_held_beyond():
@@ -332,6 +322,32 @@ def test_shares_are_interpolated_linearly_and_held_beyond():
     torch.testing.assert_close(schedules.at(0.65)[0], middle)
     torch.testing.assert_close(schedules.at(0.95)[0], schedules.t_hats[-1])
     torch.testing.assert_close(schedules.at(0.1)[1], schedules.etas[0])
+
+
+def test_scales_are_interpolated_like_steps():
+    scaled = replace(shipped(), scales=torch.tensor([4.0, 1.0, 0.5], dtype=torch.float64))
+    prior = tiny(2)
+
+    def scale(sigma):
+        ratio = float(scaled.prior_at(prior, sigma).filters[0].norm() / prior.filters[0].norm())
+        assert ratio == pytest.approx(scaled.scale(sigma))
+        return ratio
+
+    assert scale(15 / 255) == pytest.approx(1)
+    assert scale(math.sqrt(5 * 15) / 255) == pytest.approx(2)
+    assert scale(0.01) == pytest.approx(4 * (5 / 255) / 0.01)
+    assert scale(0.5) == pytest.approx(0.5 * (50 / 255) / 0.5)
+    assert shipped().prior_at(prior, 0.1) is prior
+
+
+def test_a_scaled_prior_takes_the_steps_of_the_scaled_image():
+    prior, sigma, c = tiny(2), 0.1, 1.7
+    (t_hats, etas), z = schedule(), images()
+    scaled = replace(shipped(), scales=torch.full((3,), c, dtype=torch.float64))
+    x = unroll(scaled.prior_at(prior, sigma), Denoising(z, sigma), z, (t_hats, etas))
+    other = unroll(prior, Denoising(c * z, c * sigma), c * z, (t_hats, c**2 * etas)) / c
+    torch.testing.assert_close(x, other)
+    assert not torch.allclose(x, unroll(prior, Denoising(z, sigma), z, (t_hats, etas)))
 
 
 def test_files(tmp_path):
@@ -348,6 +364,10 @@ def test_files(tmp_path):
     assert torch.equal(again.t_hats, held.t_hats)
     assert torch.equal(again.etas, held.etas)
     assert again.info["prior"] == "mine"
+    assert again.scales is None
+    replace(held, scales=2 * SIGMAS).save(path)
+    assert torch.equal(load_schedules(path).scales, 2 * SIGMAS)
+    Schedules(held.task, held.levels, held.t_hats, held.etas, info).save(path)
     with torch.no_grad():
         prior.filters[0][0, 0, 0, 0] += 1e-3
     with pytest.raises(GncpriorError, match="learned for another version of the prior"):
@@ -366,6 +386,8 @@ def test_files(tmp_path):
         (lambda: shipped(levels=SIGMAS.flip(0)), "ascending levels"),
         (lambda: Schedules("denoise", SIGMAS, torch.zeros(2, 4), torch.ones(2, 4)), "every level"),
         (lambda: Schedules("denoise", SIGMAS, torch.zeros(3, 4), torch.zeros(3, 4)), "positive η"),
+        (lambda: replace(shipped(), scales=torch.ones(2)), "one positive scale per level"),
+        (lambda: replace(shipped(), scales=torch.zeros(3)), "one positive scale per level"),
         (lambda: shipped().at(0.0), "noise level must be positive and finite, not 0.0"),
         (lambda: shipped().at(math.nan), "noise level must be positive and finite, not nan"),
         (lambda: learn_schedule(tiny(1), [], schedule()), "needs images"),
@@ -374,113 +396,6 @@ def test_files(tmp_path):
 def test_bad_input(make, sentence):
     with pytest.raises(GncpriorError, match=sentence):
         make()
-
-
-# ---------------------------------------------------------------- the whole model
-
-
-LEVELS = {"denoise": [0.05, 0.1, 0.2], "inpaint": [0.3, 0.5, 0.8]}
-
-
-def fine_tuning(steps, task="denoise", **choices):
-    prior = tiny(2, torch.float32)
-    levels = torch.tensor(LEVELS[task], dtype=torch.float64)
-    pairs = [start_schedule(task, level, 2, prior.t_hat_range) for level in levels.tolist()]
-    t_hats, etas = (torch.stack(s) for s in zip(*pairs, strict=True))
-    schedules = Schedules(task, levels, t_hats, etas / 4)
-    settings = Settings(steps=steps, batch=6, size=16, chunk=4, **choices)
-    return prior, schedules, FineTuning(prior, schedules, smooth_images(), settings)
-
-
-@pytest.mark.parametrize("task", LEVELS)
-def test_fine_tuning_improves_every_level(task):
-    prior, schedules, run = fine_tuning(20, task, average=0.5, lr_splines=2e-3)
-    losses = [run.step().loss for _ in range(20)]
-    tuned, learned = run.result()
-    assert sum(losses[-5:]) < sum(losses[:5])
-    images = smooth_images()
-    before = scores_of(prior, images, schedules, size=16)
-    after = scores_of(tuned, images, learned, size=16)
-    assert set(before) == set(map(str, LEVELS[task]))
-    for level, score in after.items():
-        assert score > before[level] + 0.1
-    assert torch.equal(learned.levels, schedules.levels)
-    assert learned.task == task
-    assert not any(p.requires_grad for p in tuned.parameters())
-
-
-def test_fine_tuning_leaves_the_prior_alone_and_moves_everything():
-    prior, schedules, run = fine_tuning(1)
-    before = [p.clone() for p in prior.parameters()]
-    run.step()
-    tuned, learned = run.result()
-    for old, kept, new in zip(before, prior.parameters(), tuned.parameters(), strict=True):
-        assert torch.equal(old, kept)
-        assert not torch.equal(old, new)
-    assert (learned.t_hats != schedules.t_hats).all()
-    assert (learned.etas != schedules.etas).all()
-
-
-def test_fine_tuning_is_repeatable_and_saves_on_its_way():
-    saved = []
-    prior, schedules, _ = fine_tuning(3)
-    settings = Settings(steps=3, batch=6, size=16)
-
-    def once():
-        seen = []
-        model, _ = fine_tune(
-            prior, schedules, smooth_images(), settings,
-            save=lambda *s: saved.append(s), save_every=2, callback=seen.append,
-        )  # fmt: skip
-        return seen, model
-
-    (first, one), (second, other) = once(), once()
-    assert first == second
-    assert [p.step for p in first] == [1, 2, 3]
-    assert len(saved) == 4  # after step 2 and at the end, twice
-    for p, q in zip(one.parameters(), other.parameters(), strict=True):
-        assert torch.equal(p, q)
-
-
-def test_fine_tuning_shortens_gradients_that_are_out_of_the_way():
-    _, _, run = fine_tuning(1)
-
-    def clipped(length):
-        for tensor in run.tensors:
-            tensor.grad = torch.zeros_like(tensor)
-        run.tensors[0].grad.flatten()[0] = length
-        fine = run._clip()
-        return fine, float(run.tensors[0].grad.flatten()[0])
-
-    assert clipped(1.0) == (True, 1.0)
-    assert clipped(1.5) == (True, 1.5)  # the usual length is now 1.025
-    assert clipped(1e6) == (True, pytest.approx(2.05))
-    assert not clipped(math.inf)[0]
-    assert clipped(2.1) == (True, pytest.approx(2.1))  # 1.07625 is usual
-
-
-def test_fine_tuned_inpainting_keeps_its_steps_short_enough_for_flat_images():
-    _, _, run = fine_tuning(1, "inpaint")
-    with torch.no_grad():
-        for schedule in run.schedules:
-            schedule.free[1] += 20  # far longer than they may be
-        t_hats, etas = run._schedules(run.prior, run.schedules, 60)
-    curvature, _ = flat_curvature(run.prior, t_hats.flatten(), 60)
-    assert (etas.flatten() * curvature).tolist() == pytest.approx([2.5] * 6, rel=0.01)
-
-
-def test_fine_tuning_hides_as_many_pixels_as_the_level_says():
-    generator = torch.Generator().manual_seed(0)
-    x, noise = torch.randn(2, 2, 1, 200, 200, generator=generator)
-    problem = _problem("inpaint", x, noise, torch.tensor([0.3, 0.8]))
-    assert torch.equal(problem.fidelity.z, x.masked_fill(problem.fidelity.mask, 0))
-    shares = problem.fidelity.mask.float().mean((1, 2, 3))
-    assert shares.tolist() == pytest.approx([0.3, 0.8], abs=4 * 0.5 / 200)  # four deviations
-
-
-def test_fine_tuning_refuses_empty_batches():
-    with pytest.raises(GncpriorError, match="must be positive"):
-        Settings(batch=0)
 
 
 # ---------------------------------------------------------------- the command

@@ -33,7 +33,8 @@ from gncprior.images import list_images, read_image
 from gncprior.metrics import WINDOW, psnr, ssim
 from gncprior.prior import Prior
 from gncprior.restore import estimate_sigma
-from gncprior.solvers import Energy, solve_joint, solve_scheduled, tweedie
+from gncprior.solvers import solve_joint, solve_scheduled, tweedie
+from gncprior.tiles import TiledEnergy
 from gncprior.unrolled import DENOISE, INPAINT, Schedules, unroll
 
 NOISE = "noise"  # beside the tasks that have schedules
@@ -112,7 +113,7 @@ def observe(x: np.ndarray, k: int, task: str, level: float) -> tuple[np.ndarray,
 
 
 def restoration(
-    prior: Energy,
+    prior: Prior,
     task: str,
     level: float,
     method: str,
@@ -120,11 +121,13 @@ def restoration(
     steps: int = 30,
     t0: float | None = None,
     learned: Schedules | None = None,
+    half: bool = False,
 ) -> Restore:
     """The named method as a function of the observation.
 
     ``t0`` is the smoothing variance at which scheduled and joint start: σ² for denoising and the
     prior's largest for inpainting, unless given.  ``learned`` is needed by the method of that name.
+    With ``half`` inner filters may multiply in bfloat16.
     """
     if task not in (DENOISE, INPAINT) or method not in METHODS:
         raise GncpriorError(f"There is no method {method!r} for the task {task!r}.")
@@ -135,19 +138,20 @@ def restoration(
         t_hat0 = schedules.t_hat_from_sigma(level) if task == DENOISE else high
     if method == "learned" and (learned is None or learned.task != task):
         raise GncpriorError(f"The learned method needs schedules for the task {task}.")
+    energy = TiledEnergy(prior if learned is None else learned.prior_at(prior, level), half=half)
 
     def restore(z: Tensor, mask: Tensor | None) -> Tensor:
         if method == "tweedie":
             if mask is not None:
                 raise GncpriorError("One step of Tweedie's formula denoises; it cannot inpaint.")
-            return tweedie(prior, z, level)
+            return tweedie(energy, z, level)
         fidelity = Denoising(z, level) if mask is None else Inpainting(z, mask)
         if method == "joint":
-            return solve_joint(prior, fidelity, fidelity.start(), t_hat0, max_iter=steps).x
+            return solve_joint(energy, fidelity, fidelity.start(), t_hat0, max_iter=steps).x
         if learned is not None:
-            return unroll(prior, fidelity, fidelity.start(), learned.at(level))
+            return unroll(energy, fidelity, fidelity.start(), learned.at(level))
         t_hats = schedules.linear(min(max(t_hat0, low), high), low, steps)
-        return solve_scheduled(prior, fidelity, fidelity.start(), t_hats).x
+        return solve_scheduled(energy, fidelity, fidelity.start(), t_hats).x
 
     return restore
 

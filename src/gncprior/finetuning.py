@@ -3,8 +3,13 @@ r"""Fine-tuning: a prior and its schedules learned together, through the unrolle
 From a prior that knows images in general and schedules for several noise levels, one model is made
 that denoises them all, and likewise one that inpaints from schedules for several shares of missing pixels.
 Every image of a batch has one of the levels, and is restored by the schedule of that level with the same
-R.  The loss is the mean of ‖x_I − x̂‖² over images, each divided by the error that its level had at the
-start, so that all levels count alike.
+R.  The loss is the mean of ‖x_I − x̂‖² over images, each divided by the error that its level had with the
+schedules given, so that all levels count alike.
+
+Schedules of neighbouring noise levels pass through the same t̂ at different steps, and would pull the
+potentials there to and fro.  Therefore images to denoise are scaled by c = 0.1/σ, after which all have the
+noise of σ = 0.1, and all levels start from the schedule of 0.1.  The scale is at most 2, as features leave the
+knots beyond; what noise is then missing is taken off t̂.
 
 Where pixels are missing no data term holds x back, and steps longer than twice the inverse of the curvature
 let any unevenness of a flat region grow.  As the curvature changes while a model learns to inpaint, it is
@@ -13,7 +18,8 @@ be too long by that much, as long as the others make up for it.
 
 Derivatives are those of :func:`gncprior.unrolled_adjoint.squared_error`, whose memory does not depend
 on the number of steps.  Filters, splines and schedules have rates of their own, which rise at
-first and then fall along a cosine; the result is a moving average of what was passed.
+first and then fall along a cosine, those of further layers in proportion to the size of their filters; the
+result is a moving average of what was passed.
 """
 
 from __future__ import annotations
@@ -35,9 +41,10 @@ from gncprior.fidelity import Denoising, Inpainting
 from gncprior.optimizers import AdaBelief, Average, cosine, prior_groups
 from gncprior.prior import Prior
 from gncprior.unrolled import DENOISE, INPAINT, Schedules
-from gncprior.unrolled_adjoint import Problem, crops, squared_error
-from gncprior.unrolled_learning import Parameters, mean_psnr
+from gncprior.unrolled_adjoint import Problem, squared_error
+from gncprior.unrolled_learning import Parameters, scores_of
 
+NOISE, MOST = 0.1, 2.0  # σ that images are scaled to, and the largest scale
 LONGEST = 2.5  # η times the curvature of flat images, in inpainting
 
 
@@ -81,15 +88,21 @@ class FineTuning:
     ) -> None:
         self.settings, self.task, self.levels = settings, schedules.task, schedules.levels
         self.training = training.at_least(settings.size)
+        self.usual_errors = self._errors(prior, schedules)
+        if self.task == DENOISE and schedules.scales is None:
+            schedules = on_one_scale(schedules)
+        ones = torch.ones_like(self.levels)
+        self.scales = ones if schedules.scales is None else schedules.scales
         self.prior = copy.deepcopy(prior).requires_grad_(True)
+        # of scaled images, so with η times c²
         self.schedules = [
-            Parameters(t_hats, etas, prior.t_hat_range)
-            for t_hats, etas in zip(schedules.t_hats, schedules.etas, strict=True)
+            Parameters(t_hats, c**2 * etas, prior.t_hat_range)
+            for t_hats, etas, c in zip(schedules.t_hats, schedules.etas, self.scales, strict=True)
         ]
-        groups = [
-            *prior_groups(self.prior, True, settings.smoothing, settings.t_smoothing),
-            {"params": [s.free for s in self.schedules]},
-        ]
+        filters, splines = prior_groups(self.prior, True, settings.smoothing, settings.t_smoothing)
+        sizes = [w.detach().square().mean().sqrt() for w in self.prior.filters]
+        filters["scales"] = [size / sizes[0] for size in sizes]
+        groups = [filters, splines, {"params": [s.free for s in self.schedules]}]
         self.rates = (settings.lr_filters, settings.lr_splines, settings.lr_schedules)
         self.optimizer = AdaBelief(groups)
         self.tensors = [p for group in groups for p in group["params"]]
@@ -98,7 +111,6 @@ class FineTuning:
         self._waves: Tensor | None = None  # where flat images bend most
         self._usual = 0.0  # the length of gradients, a moving average
         self.number = 0
-        self.scale = torch.tensor([self._error_now(s) for s in range(len(self.levels))]).double()
 
     def step(self) -> Progress:
         """One batch and one step of the optimizer."""
@@ -111,12 +123,13 @@ class FineTuning:
         for tensor in self.tensors:
             tensor.grad = None
         t_hats, etas = (s.T for s in self._schedules(self.prior, self.schedules))  # (I, S)
-        weights = 1 / (self.scale[which] * x[0].numel() * settings.batch)
+        usual = self.usual_errors[which] * self.scales[which] ** 2 * x[0].numel()
+        weights = 1 / (usual * settings.batch)
         dt_hats, detas = torch.zeros_like(t_hats), torch.zeros_like(etas)
         loss = 0.0
         for part in torch.arange(settings.batch).split(settings.chunk):
             s = which[part]
-            problem = _problem(self.task, x[part], noise[part], self.levels[s])
+            problem = _problem(self.task, x[part], noise[part], self.levels[s], self.scales[s])
             errors, dt, de = squared_error(
                 self.prior, problem, t_hats.detach()[:, s], etas.detach()[:, s], self.buffers,
                 weights=weights[part], parameters=True, half=settings.half,
@@ -132,6 +145,8 @@ class FineTuning:
         if self._clip():
             self.optimizer.step()
             self.average.update()
+        else:  # a model that blows images up would not learn any more
+            self.average.copy_to([t.detach() for t in self.tensors])
         return Progress(self.number, loss)
 
     def result(self) -> tuple[Prior, Schedules]:
@@ -145,7 +160,9 @@ class FineTuning:
         with torch.no_grad():
             t_hats, etas = self._schedules(prior, schedules, 30)
         self._waves = waves  # the run goes on as if nobody had asked
-        return prior.eval(), Schedules(self.task, self.levels, t_hats, etas)
+        etas = etas / self.scales[:, None] ** 2
+        scales = None if bool((self.scales == 1).all()) else self.scales
+        return prior.eval(), Schedules(self.task, self.levels, t_hats, etas, scales=scales)
 
     def _schedules(
         self, prior: Prior, schedules: Sequence[Parameters], products: int = 2
@@ -175,12 +192,21 @@ class FineTuning:
         self._usual += 0.05 * (min(length, limit) - self._usual) if self._usual else length
         return True
 
-    def _error_now(self, s: int) -> float:
-        """The mean squared error of a level as things stand."""
-        level, size = float(self.levels[s]), self.settings.size
-        problems = crops(self.training, self.task, level, count=16, size=size)
-        with torch.no_grad():
-            return 10 ** (-mean_psnr(self.prior, problems, self.schedules[s].schedule()) / 10)
+    def _errors(self, prior: Prior, schedules: Schedules) -> Tensor:
+        """The mean squared error of every level (S,) on some crops."""
+        scores = scores_of(prior, self.training, schedules, self.settings.size, count=16)
+        return 10 ** (-torch.tensor(list(scores.values()), dtype=torch.float64) / 10)
+
+
+def on_one_scale(schedules: Schedules) -> Schedules:
+    """Scales c = min(0.1/σ, 2), and for every level the schedule of σ = 0.1 rescaled to the noise cσ."""
+    t_hats, etas = schedules.unscaled(NOISE)
+    scales = (NOISE / schedules.levels.double()).clamp(max=MOST)
+    variance = schedules.levels.double()[:, None].square() / NOISE**2
+    shift = (variance * scales[:, None] ** 2).log()  # 0 where c = 0.1/σ
+    return Schedules(
+        schedules.task, schedules.levels, t_hats + shift, etas * variance, scales=scales
+    )
 
 
 def fine_tune(
@@ -204,11 +230,16 @@ def fine_tune(
     return run.result()
 
 
-def _problem(task: str, x: Tensor, noise: Tensor, levels: Tensor) -> Problem:
-    """Images with noise of σ, or with that share of pixels missing: those where the noise is least."""
-    levels = levels.to(x).view(-1, 1, 1, 1)
+def _problem(task: str, x: Tensor, noise: Tensor, levels: Tensor, scales: Tensor) -> Problem:
+    """Images with noise of σ, or with that share of pixels missing: those where the noise is least.
+
+    All are scaled by c.
+    """
+    levels, scales = (v.to(x).view(-1, 1, 1, 1) for v in (levels, scales))
+    x = x * scales
     if task == DENOISE:
-        z = torch.addcmul(x, noise, levels)
-        return Problem(x, Denoising(z, levels), z)
+        sigma = levels * scales
+        z = torch.addcmul(x, noise, sigma)
+        return Problem(x, Denoising(z, sigma), z)
     inpainting = Inpainting(x, noise < torch.special.ndtri(levels))
     return Problem(x, inpainting, inpainting.start())

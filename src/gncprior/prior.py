@@ -16,9 +16,10 @@ closed form: with u_l = K_l h_{l−1}, h_l = φ_l(u_l),
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -142,6 +143,13 @@ class Prior(nn.Module):
     def kernels(self) -> list[Tensor]:
         """The filters as they are used: those of K_1 with their means taken off."""
         return [zero_mean(self.filters[0]), *list(self.filters)[1:]]
+
+    @torch.no_grad()
+    def of_scaled(self, c: float) -> Self:
+        """R(cx, t) as a function of x: a copy with the first filters times c."""
+        prior = copy.deepcopy(self)
+        prior.filters[0].mul_(c)
+        return prior
 
     def times(self, t_hat: float | Tensor, images: int) -> Tensor:
         """t̂ as one value per image, clamped to the prior's range by the splines."""

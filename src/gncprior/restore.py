@@ -241,7 +241,8 @@ def _scheme(
     low, high = model.t_hat_range
     file = _learned(name, task) if method in ("auto", "learned") else None
     if file is not None:
-        return new(model, *load_schedules(file, model).at(level))
+        schedules = load_schedules(file, model)
+        return new(schedules.prior_at(model, level), *schedules.at(level))
     if method == "learned":
         raise GncpriorError(f"There is no learned schedule for {task} beside this prior.")
     if task == INPAINT:

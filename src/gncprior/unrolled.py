@@ -5,11 +5,13 @@ r"""The learned scheme: a fixed number of steps whose smoothing and step sizes c
 (paper, section 4.3; its indices are off by one: 2I parameters mean I steps.)  A schedule belongs to a
 prior, a task and a level: the σ of the noise, or the share of missing pixels.  :class:`Schedules`
 holds those of several levels and answers for every level: between two of them t̂_i and log η_i are
-interpolated (in log σ, or in the share), and beyond the last noise level they are rescaled,
+interpolated (in log σ, or in the share), and beyond the last noise level images are scaled such that their noise
+is that of σ_end:
 
-    t̂_i ← t̂_i + log(σ²/σ_end²),    η_i ← η_i σ²/σ_end²,
+    R(x, t̂_i) ← R(cx, t̂_i),    η_i ← η_i/c²,    c = σ_end/σ.
 
-as if the image were scaled such that its noise became that of σ_end.
+A model that was fine-tuned for all levels at once has such scales for its levels too.  Where they are in inverse
+proportion to σ, all levels are one problem with one noise level.
 
 How schedules are learned is the matter of :mod:`gncprior.unrolled_learning`.
 """
@@ -20,7 +22,7 @@ import hashlib
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,15 +35,30 @@ from gncprior.solvers import Energy, solve_scheduled
 DENOISE, INPAINT = "denoise", "inpaint"
 
 
+class Scalable(Protocol):
+    """An energy that can be made one of the scaled image."""
+
+    def of_scaled(self, c: float) -> Self:
+        """R(cx, t) as a function of x."""
+        ...
+
+
+R = TypeVar("R", bound=Scalable)
+
+
 @dataclass(frozen=True)
 class Schedules:
-    """t̂_i and η_i, each (S, I), for the S levels of a task, ascending.  ``info`` is the file's header."""
+    """t̂_i and η_i, each (S, I), for the S levels of a task, ascending.
+
+    ``info`` is the file's header; ``scales`` are the c of R(cx, t̂), ones where there are none.
+    """
 
     task: str
     levels: Tensor  # (S,)
     t_hats: Tensor
     etas: Tensor
     info: dict[str, Any] = field(default_factory=dict)
+    scales: Tensor | None = None  # (S,)
 
     def __post_init__(self) -> None:
         if self.task not in (DENOISE, INPAINT):
@@ -52,6 +69,9 @@ class Schedules:
         rising = bool((self.levels.diff() > 0).all()) and float(self.levels[0]) > 0
         if not rising or not bool((self.etas > 0).all()) or not bool(self.t_hats.isfinite().all()):
             raise GncpriorError("A schedule needs ascending levels, positive η and finite t̂.")
+        c = self.scales
+        if c is not None and (c.shape != (count,) or not bool(((c > 0) & c.isfinite()).all())):
+            raise GncpriorError("A schedule that scales images needs one positive scale per level.")
 
     @property
     def steps(self) -> int:
@@ -59,33 +79,56 @@ class Schedules:
         return self.t_hats.shape[1]
 
     def at(self, level: float) -> tuple[Tensor, Tensor]:
-        """t̂_i and η_i for a noise level σ > 0, or a share of missing pixels, in float64."""
+        """t̂_i and η_i for a noise level σ > 0, or a share of missing pixels, in float64.
+
+        They go with the prior of :meth:`prior_at`.
+        """
+        t_hats = self._between(self.t_hats, level)
+        etas = self._between(self.etas.double().log(), level).exp()
+        return t_hats, etas / self._beyond(level) ** 2
+
+    def scale(self, level: float) -> float:
+        """c of a level: by how much the prior sees the image larger."""
+        c = self._beyond(level)
+        if self.scales is not None:
+            c *= float(self._between(self.scales.double().log(), level).exp())
+        return c
+
+    def prior_at(self, prior: R, level: float) -> R:
+        """R(cx, t̂) with the c of a level; the prior itself where that is 1."""
+        c = self.scale(level)
+        return prior if c == 1 else prior.of_scaled(c)
+
+    def unscaled(self, level: float) -> tuple[Tensor, Tensor]:
+        """t̂_i and η_i for R(x, t̂) itself, which are about as good: noise of t in cx is noise of t/c² in x."""
+        t_hats, etas = self.at(level)
+        return t_hats - 2 * math.log(self.scale(level)), etas
+
+    def _beyond(self, level: float) -> float:
+        """σ_end/σ beyond the last level, else 1."""
+        if self.task != DENOISE:
+            return 1.0
+        return min(max(level, float(self.levels[0])), float(self.levels[-1])) / level
+
+    def _between(self, values: Tensor, level: float) -> Tensor:
+        """Values (S, …) of the levels, interpolated; the last one beyond the ends."""
         if not 0 < level < math.inf:
             what = "noise level" if self.task == DENOISE else "share of missing pixels"
             raise GncpriorError(f"The {what} must be positive and finite, not {level}.")
-        levels, t_hats, log_etas = (
-            self.levels.double(),
-            self.t_hats.double(),
-            self.etas.double().log(),
-        )
+        levels, values = self.levels.double(), values.double()
         if self.task == DENOISE:
             levels, level = levels.log(), math.log(level)
-        inside = min(max(level, float(levels[0])), float(levels[-1]))
         if len(levels) == 1:
-            t_hat, log_eta = t_hats[0], log_etas[0]
-        else:
-            right = int(torch.searchsorted(levels, inside).clamp(1, len(levels) - 1))
-            share = (inside - levels[right - 1]) / (levels[right] - levels[right - 1])
-            t_hat = torch.lerp(t_hats[right - 1], t_hats[right], share)
-            log_eta = torch.lerp(log_etas[right - 1], log_etas[right], share)
-        if self.task == DENOISE:
-            shift = 2 * (level - inside)  # log(σ²/σ_end²)
-            t_hat, log_eta = t_hat + shift, log_eta + shift
-        return t_hat, log_eta.exp()
+            return values[0]
+        right = int(torch.searchsorted(levels, level).clamp(1, len(levels) - 1))
+        share = (level - levels[right - 1]) / (levels[right] - levels[right - 1])
+        return torch.lerp(values[right - 1], values[right], share.clamp(0, 1))
 
     def save(self, path: Path | str) -> None:
         header = {**self.info, "kind": "schedules", "task": self.task, "steps": self.steps}
         tensors = {"levels": self.levels, "t_hats": self.t_hats, "etas": self.etas}
+        if self.scales is not None:
+            tensors["scales"] = self.scales
         write_tensors(path, tensors, header)
 
 
@@ -119,7 +162,8 @@ def schedules_path(prior: str | Path, task: str, steps: int) -> Path:
 def load_schedules(path: Path | str, prior: nn.Module | None = None) -> Schedules:
     """Read schedules; where the prior is given, it must be the one they were learned for."""
     tensors, header = read_tensors(path)
-    if header.get("kind") != "schedules" or set(tensors) != {"levels", "t_hats", "etas"}:
+    names = {"levels", "t_hats", "etas"}
+    if header.get("kind") != "schedules" or set(tensors) - {"scales"} != names:
         raise GncpriorError(f"{path} holds {header.get('kind', 'something')!r} and not schedules.")
     if prior is not None and header.get("prior_sha256") != fingerprint(prior):
         raise GncpriorError(

@@ -226,13 +226,13 @@ def mean_psnr(prior: Prior, problems: Sequence[Problem], schedule: tuple[Tensor,
 
 
 def scores_of(
-    prior: Prior, images: Dataset, schedules: Schedules, size: int = 64
+    prior: Prior, images: Dataset, schedules: Schedules, size: int = 64, count: int = HELD_OUT
 ) -> dict[str, float]:
-    """The PSNR of crops of validation images together, for every level."""
+    """The PSNR of crops of images together, for every level."""
 
     def score(level: float) -> float:
-        held_out = crops(images, schedules.task, level, count=HELD_OUT, size=size)
-        return mean_psnr(prior, held_out, schedules.at(level))
+        held_out = crops(images, schedules.task, level, count=count, size=size)
+        return mean_psnr(schedules.prior_at(prior, level), held_out, schedules.at(level))
 
     return {f"{level:.6g}": score(level) for level in schedules.levels.tolist()}
 
@@ -249,5 +249,5 @@ def _first_schedule(
 ) -> tuple[Tensor, Tensor]:
     if known is None:
         return start_schedule(task, level, steps, prior.t_hat_range)
-    t_hats, etas = known.at(level)
+    t_hats, etas = known.unscaled(level)
     return (t_hats, etas) if len(t_hats) == steps else stretch((t_hats, etas), steps)

@@ -96,11 +96,9 @@ def evaluate(
 
     from gncprior import evaluation
     from gncprior.checkpoints import load_prior, write_file
-    from gncprior.tiles import TiledEnergy
 
     use_threads(threads)
     model = load_prior(prior)
-    energy = TiledEnergy(model, half=half)
     grey = model.architecture.channels == 1
     images = evaluation.open_images(data, image_set, 3 if colour or not grey else 1)
     restoring = task != "noise"
@@ -111,7 +109,7 @@ def evaluate(
     def restoration(level: float) -> "Restore":
         first = start * level**2 if relative and start is not None else start
         restore = evaluation.restoration(
-            energy, task, level, method, steps=steps, t0=first, learned=learned
+            model, task, level, method, steps=steps, t0=first, learned=learned, half=half
         )
         return evaluation.channelwise(restore) if colour and grey else restore
 

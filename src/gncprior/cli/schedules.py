@@ -112,7 +112,7 @@ def _fine_tune(
     name: str,
     out: Path,
 ) -> None:
-    from dataclasses import asdict
+    from dataclasses import asdict, replace
 
     from gncprior.checkpoints import save_prior
     from gncprior.finetuning import fine_tune
@@ -130,7 +130,7 @@ def _fine_tune(
         }
         save_prior(out, model, {**about, "scores": scores})
         about |= {"scores": scores, "prior": out.stem, "prior_sha256": fingerprint(model)}
-        Schedules(learned.task, learned.levels, learned.t_hats, learned.etas, about).save(file)
+        replace(learned, info=about).save(file)
 
     with progress_bar(settings.steps, "batches") as advance:
         model, learned = fine_tune(

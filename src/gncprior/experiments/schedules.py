@@ -116,15 +116,15 @@ def trace(
     def watch(state: State) -> None:
         look(state.x, state.t_hat)
 
-    schedule, etas = linear(t_hat0, low, steps), None
+    schedule, etas, energy = linear(t_hat0, low, steps), None, prior
     if scheme == "learned":
         assert learned is not None
-        schedule, etas = learned.at(SIGMA)
+        (schedule, etas), energy = learned.at(SIGMA), learned.prior_at(prior, SIGMA)
     look(batch.z, schedule[:1].float().expand(len(batch.z)))
     if scheme == "joint":
         solve_joint(prior, fidelity, batch.z, t_hat0, max_iter=steps, callback=watch)
     else:
-        solve_scheduled(prior, fidelity, batch.z, schedule, etas=etas, callback=watch)
+        solve_scheduled(energy, fidelity, batch.z, schedule, etas=etas, callback=watch)
     columns = zip(("energy", "psnr", "t_hat"), zip(*seen, strict=True), strict=True)
     return {key: torch.stack(values).double().numpy() for key, values in columns}
 

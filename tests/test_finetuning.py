@@ -1,0 +1,171 @@
+"""Fine-tuning: a model for all levels, learned through the unrolled steps."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from small import smooth_images, tiny
+
+from gncprior import GncpriorError
+from gncprior.convexity import flat_curvature
+from gncprior.fidelity import Denoising
+from gncprior.finetuning import FineTuning, Settings, _problem, fine_tune, on_one_scale
+from gncprior.unrolled import Schedules, unroll
+from gncprior.unrolled_learning import scores_of, start_schedule
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LEVELS = {"denoise": [0.05, 0.1, 0.2], "inpaint": [0.3, 0.5, 0.8]}
+
+
+def fine_tuning(steps, task="denoise", **choices):
+    prior = tiny(2, torch.float32)
+    levels = torch.tensor(LEVELS[task], dtype=torch.float64)
+    pairs = [start_schedule(task, level, 2, prior.t_hat_range) for level in levels.tolist()]
+    t_hats, etas = (torch.stack(s) for s in zip(*pairs, strict=True))
+    schedules = Schedules(task, levels, t_hats, etas / 4)
+    settings = Settings(steps=steps, batch=6, size=16, chunk=4, **choices)
+    return prior, schedules, FineTuning(prior, schedules, smooth_images(), settings)
+
+
+@pytest.mark.parametrize("task", LEVELS)
+def test_fine_tuning_improves_every_level(task):
+    prior, schedules, run = fine_tuning(20, task, average=0.5, lr_splines=2e-3)
+    losses = [run.step().loss for _ in range(20)]
+    tuned, learned = run.result()
+    assert sum(losses[-5:]) < sum(losses[:5])
+    images = smooth_images()
+    start = on_one_scale(schedules) if task == "denoise" else schedules
+    before = scores_of(prior, images, start, size=16)
+    after = scores_of(tuned, images, learned, size=16)
+    assert set(before) == set(map(str, LEVELS[task]))
+    for level, score in after.items():
+        assert score > before[level] + 0.1
+    assert torch.equal(learned.levels, schedules.levels)
+    assert learned.task == task
+    assert not any(p.requires_grad for p in tuned.parameters())
+
+
+def test_fine_tuning_leaves_the_prior_alone_and_moves_everything():
+    prior, schedules, run = fine_tuning(1)
+    before = [p.clone() for p in prior.parameters()]
+    run.step()
+    tuned, learned = run.result()
+    for old, kept, new in zip(before, prior.parameters(), tuned.parameters(), strict=True):
+        assert torch.equal(old, kept)
+        assert not torch.equal(old, new)
+    assert (learned.t_hats != schedules.t_hats).all()
+    assert (learned.etas != schedules.etas).all()
+
+
+def test_fine_tuning_is_repeatable_and_saves_on_its_way():
+    saved = []
+    prior, schedules, _ = fine_tuning(3)
+    settings = Settings(steps=3, batch=6, size=16)
+
+    def once():
+        seen = []
+        model, _ = fine_tune(
+            prior, schedules, smooth_images(), settings,
+            save=lambda *s: saved.append(s), save_every=2, callback=seen.append,
+        )  # fmt: skip
+        return seen, model
+
+    (first, one), (second, other) = once(), once()
+    assert first == second
+    assert [p.step for p in first] == [1, 2, 3]
+    assert len(saved) == 4  # after step 2 and at the end, twice
+    for p, q in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_fine_tuning_shortens_gradients_that_are_out_of_the_way():
+    _, _, run = fine_tuning(1)
+
+    def clipped(length):
+        for tensor in run.tensors:
+            tensor.grad = torch.zeros_like(tensor)
+        run.tensors[0].grad.flatten()[0] = length
+        fine = run._clip()
+        return fine, float(run.tensors[0].grad.flatten()[0])
+
+    assert clipped(1.0) == (True, 1.0)
+    assert clipped(1.5) == (True, 1.5)  # the usual length is now 1.025
+    assert clipped(1e6) == (True, pytest.approx(2.05))
+    assert not clipped(math.inf)[0]
+    assert clipped(2.1) == (True, pytest.approx(2.1))  # 1.07625 is usual
+
+
+def test_fine_tuning_goes_back_to_its_average_where_images_blow_up():
+    _, _, run = fine_tuning(3)
+    run.step()
+    good = [t.clone() for t in run.average.tensors]
+    with torch.no_grad():
+        run.tensors[0].fill_(math.inf)
+    assert not math.isfinite(run.step().loss)
+    for tensor, average in zip(run.tensors, good, strict=True):
+        assert torch.equal(tensor, average)
+    assert math.isfinite(run.step().loss)
+
+
+def test_fine_tuned_inpainting_keeps_its_steps_short_enough_for_flat_images():
+    _, _, run = fine_tuning(1, "inpaint")
+    with torch.no_grad():
+        for schedule in run.schedules:
+            schedule.free[1] += 20  # far longer than they may be
+        t_hats, etas = run._schedules(run.prior, run.schedules, 60)
+    curvature, _ = flat_curvature(run.prior, t_hats.flatten(), 60)
+    assert (etas.flatten() * curvature).tolist() == pytest.approx([2.5] * 6, rel=0.01)
+
+
+def test_fine_tuning_hides_as_many_pixels_as_the_level_says():
+    generator = torch.Generator().manual_seed(0)
+    x, noise = torch.randn(2, 2, 1, 200, 200, generator=generator)
+    problem = _problem("inpaint", x, noise, torch.tensor([0.3, 0.8]), torch.tensor([1.0, 2.0]))
+    scaled = x * torch.tensor([1.0, 2.0]).view(2, 1, 1, 1)
+    assert torch.equal(problem.target, scaled)
+    assert torch.equal(problem.fidelity.z, scaled.masked_fill(problem.fidelity.mask, 0))
+    shares = problem.fidelity.mask.float().mean((1, 2, 3))
+    assert shares.tolist() == pytest.approx([0.3, 0.8], abs=4 * 0.5 / 200)  # four deviations
+
+
+def test_fine_tuning_denoises_all_levels_on_one_scale():
+    """All have noise of 0.1, but for those that would have to be more than doubled."""
+    prior, schedules, run = fine_tuning(1)
+    levels = torch.tensor([0.025, 0.05, 0.1, 0.2], dtype=torch.float64)
+    start = on_one_scale(replace(schedules, levels=levels[1:]))
+    torch.testing.assert_close(start.scales, 0.1 / levels[1:])
+    x = smooth_images().tensor(0).float()
+    z = x + 0.1 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
+    expected = unroll(prior, Denoising(z, 0.1), z, schedules.at(0.1))
+    for sigma in (0.05, 0.2):
+        c = 0.1 / sigma
+        model = start.prior_at(prior, sigma)
+        found = unroll(model, Denoising(z / c, sigma), z / c, start.at(sigma))
+        torch.testing.assert_close(c * found, expected, atol=1e-5, rtol=0)
+    given = replace(schedules, levels=levels[:3])
+    capped = on_one_scale(given)
+    assert capped.scales.tolist() == [2, 2, 1]
+    torch.testing.assert_close(capped.t_hats[0], given.at(0.1)[0] - math.log(4))
+    # the run works on scaled images, and says what that means for those that are not
+    _, learned = run.result()
+    torch.testing.assert_close(learned.scales, torch.tensor([2.0, 1.0, 0.5]).double())
+    torch.testing.assert_close(learned.etas, on_one_scale(schedules).etas, rtol=1e-5, atol=0)
+
+
+def test_fine_tuning_counts_all_levels_alike():
+    """With steps that change nothing the loss of every level is about 1, whatever its scale."""
+    prior, schedules, _ = fine_tuning(1)
+    given = on_one_scale(schedules)
+    settings = Settings(steps=1, batch=48, size=16)
+    for s in range(3):
+        one = Schedules("denoise", given.levels[s : s + 1], given.t_hats[s : s + 1],
+                        given.etas[s : s + 1], scales=given.scales[s : s + 1])  # fmt: skip
+        loss = FineTuning(prior, one, smooth_images(), settings).step().loss
+        assert loss == pytest.approx(1, abs=0.25)
+
+
+def test_fine_tuning_refuses_empty_batches():
+    with pytest.raises(GncpriorError, match="must be positive"):
+        Settings(batch=0)
