@@ -40,17 +40,18 @@ def batch_of(count, channels, dtype, seed=2):
     return x.to(dtype), noise.to(dtype), t_hat.to(dtype)
 
 
+@pytest.mark.parametrize("form", ["boundary", "explicit"])
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("layers", [1, 2, 3])
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 2e-5)])
-def test_terms_and_gradients_are_those_of_the_plain_formula(layers, scaled, dtype, rtol):
+def test_terms_and_gradients_are_those_of_the_plain_formula(layers, scaled, dtype, rtol, form):
     prior = small_prior(layers, dtype, scaled, channels=3 if layers == 2 else 1)
     data = batch_of(4, prior.architecture.channels, dtype)
-    terms = ScoreMatching(prior, t_weight=1.3, boundary=True)(*data)
+    terms = ScoreMatching(prior, t_weight=1.3, **{form: True})(*data)
     mine = [p.grad.clone() for p in prior.parameters()]
     for p in prior.parameters():
         p.grad = None
-    plain = loss_by_autograd(prior, *data, t_weight=1.3, boundary=True)
+    plain = loss_by_autograd(prior, *data, t_weight=1.3, **{form: True})
     sum(plain).backward()
     for got, want in zip((terms.x, terms.t, terms.boundary), plain, strict=True):
         assert got == pytest.approx(float(want.detach()), rel=10 * rtol)
@@ -143,7 +144,8 @@ def test_t_term_on_parts_of_the_batch_averages_to_the_whole():
 
 def test_weights_out_of_range_are_refused():
     prior = small_prior(1, torch.float32)
-    for options in ({"t_weight": -1.0}, {"t_fraction": 0.0}, {"t_fraction": 1.5}):
+    both = {"boundary": True, "explicit": True}
+    for options in ({"t_weight": -1.0}, {"t_fraction": 0.0}, {"t_fraction": 1.5}, both):
         with pytest.raises(GncpriorError):
             ScoreMatching(prior, **options)
 
@@ -235,6 +237,34 @@ def test_learned_energy_has_the_score_and_the_time_slope_of_the_mixture(learned)
         wrong += float((learned.t_derivatives(y, math.log(t))[0] - slope).square().sum())
         right += float(slope.square().sum())
     assert wrong <= 0.05**2 * right
+
+
+def test_both_forms_of_the_t_term_have_the_same_mean_gradient(one_thread):
+    """The explicit form and the implicit one with its boundary term; without that they differ."""
+    prior = pair_prior()
+    low, high = prior.t_hat_range
+    generator = torch.Generator().manual_seed(0)
+    forms = [{"explicit": True}, {"boundary": True}, {}]
+    objectives = [ScoreMatching(prior, t_weight=20.0, **form) for form in forms]
+    grads = []
+    for _ in range(300):
+        t_hat = low + (high - low) * torch.rand(64, generator=generator)
+        batch = (*pairs(64, 20, generator), t_hat)
+        grads.append([_gradient(objective, batch) for objective in objectives])
+    explicit, implicit, without = (torch.stack(g) for g in zip(*grads, strict=True))
+
+    def deviations(difference):
+        """Of the mean gradient, in units of its standard error, at knots that many pairs fall on."""
+        some = difference[..., 13:26]
+        return (some.mean(0) / some.std(0)).abs().max() * math.sqrt(len(some))
+
+    assert deviations(explicit - implicit) < 4
+    assert deviations(explicit - without) > 10
+
+
+def _gradient(objective, batch):
+    objective(*batch)
+    return objective.prior.splines[0].weight.grad.double().clone()
 
 
 def least_squares(objective: ScoreMatching, batch, iterations: int) -> float:

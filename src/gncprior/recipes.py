@@ -64,6 +64,9 @@ class Recipe:
     t_weight: float = _option(1.0, LEARNING, "Weight of the term in t, in multiples of 1/d.")
     t_fraction: float = _option(1.0, LEARNING, "Part of the batch for the term in t, in (0, 1].")
     boundary: bool = _option(False, LEARNING, "Add the boundary term of the term in t.")
+    explicit: bool = _option(
+        False, LEARNING, "The term in t by regression on the noise that was added."
+    )
     stratified: bool = _option(
         True, LEARNING, "One log t in each of as many equal strata as patches."
     )
@@ -117,6 +120,8 @@ class Recipe:
                 raise GncpriorError(f"{name} must be {bound}, not {value}.")
         if self.channels not in (1, 3):
             raise GncpriorError(f"channels must be 1 (grey) or 3 (colour), not {self.channels}.")
+        if self.boundary and self.explicit:
+            raise GncpriorError("The explicit term in t has no boundary term: give one of the two.")
         if self.fold and not self.start:
             raise GncpriorError("fold needs a prior to start from: give start as well.")
         if not (0 <= self.average < 1 and 0 < self.t_fraction <= 1):

@@ -6,8 +6,17 @@ Both terms are reported, and differentiated, per pixel (divided by d) and as mea
 implicit second term lacks the boundary term of its integration by parts,
 (m_t/(t̂_max−t̂_min)) (E ∂_t̂R(y,t̂_max) − E ∂_t̂R(y,t̂_min)), which is added on request.
 
+The term in t̂ has an explicit form too, as the term in x has.  As y given x is Gaussian, the ∂_t̂ of the negative
+log-density of y is E[s | y] with s = ½(d − ‖n‖²), and by completing the square
+
+    E[(∂_t̂R)² − 2∂²_t̂R] + boundary = E (∂_t̂R − s)² + const.
+
+Where the noise can be told from the image, ∂_t̂R and s go up and down together, so that this regression has the
+less noisy gradient; it needs no boundary term, and unlike −2∂²_t̂R of a batch it is bounded below.
+
 The gradient in θ needs no graph of graphs.  With the residual r = e^{t̂/2}∇R − n, v = e^{t̂/2} r and
-α = m_t ∂_t̂R held fixed it is that of ⟨∇R, v⟩ + α ∂_t̂R − m_t ∂²_t̂R, which :mod:`gncprior.tangents` takes.
+α = m_t ∂_t̂R held fixed it is that of ⟨∇R, v⟩ + α ∂_t̂R − m_t ∂²_t̂R, which :mod:`gncprior.tangents` takes; in the
+explicit form α = m_t(∂_t̂R − s), and the last term is not there.
 """
 
 from __future__ import annotations
@@ -40,7 +49,8 @@ class ScoreMatching:
 
     ``t_weight`` multiplies m_t; ``t_fraction`` is the part of the batch on which the t̂ term is
     computed for L ≥ 2 (an unbiased estimate if t̂ is in random order); ``boundary`` adds the boundary
-    term, on the same part; ``half`` lets inner filters multiply in bfloat16.
+    term, on the same part; ``explicit`` takes the other form of the t̂ term; ``half`` lets inner filters
+    multiply in bfloat16.
     """
 
     def __init__(
@@ -49,18 +59,17 @@ class ScoreMatching:
         t_weight: float = 1.0,
         t_fraction: float = 1.0,
         boundary: bool = False,
+        explicit: bool = False,
         half: bool = False,
     ) -> None:
         if not (t_weight >= 0 and 0 < t_fraction <= 1):
             raise GncpriorError(
                 "The weight of the t̂ term must be ≥ 0 and its part of the batch in (0, 1]."
             )
-        self.prior, self.t_weight, self.t_fraction, self.boundary = (
-            prior,
-            t_weight,
-            t_fraction,
-            boundary,
-        )
+        if boundary and explicit:
+            raise GncpriorError("The explicit form of the t̂ term has no boundary term.")
+        self.prior, self.t_weight, self.t_fraction = prior, t_weight, t_fraction
+        self.boundary, self.explicit = boundary, explicit
         self._tangents = Tangents(prior, half)
 
     @torch.no_grad()
@@ -77,8 +86,14 @@ class ScoreMatching:
         residual = gradient.mul_(root).sub_(noise)
         x_term = 0.5 * float(residual.flatten().dot(residual.flatten())) / (d * images)
         w = self.t_weight / (d**2 * part) if part else 0.0  # m_t = 1/d, per pixel
-        second = self._tangents.second(residual.mul_(root / (d * images)), w * first, w)
-        t_term = 0.5 * w * float((first**2 - 2 * second).sum())
+        v = residual.mul_(root / (d * images))
+        if self.explicit:
+            first -= 0.5 * (d - noise[:part].double().square().sum((1, 2, 3)))  # s
+            self._tangents.second(v, w * first, 0.0)
+            t_term = 0.5 * w * float(first.square().sum())
+        else:
+            second = self._tangents.second(v, w * first, w)
+            t_term = 0.5 * w * float((first**2 - 2 * second).sum())
         boundary = self._boundary_term(x[:some], noise[:some]) if self.boundary and part else 0.0
         return Terms(x_term, t_term, boundary)
 
@@ -102,6 +117,7 @@ def loss_by_autograd(
     t_hat: Tensor,
     t_weight: float = 1.0,
     boundary: bool = False,
+    explicit: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The three terms written down plainly, with a graph: the yardstick of :class:`ScoreMatching`."""
     y = x + _root(t_hat) * noise
@@ -109,7 +125,7 @@ def loss_by_autograd(
     (gradient,) = torch.autograd.grad(prior.energy(y, t_hat).sum(), y, create_graph=True)
     d = x[0].numel()
     x_term = 0.5 * (_root(t_hat) * gradient - noise).square().sum() / (d * len(x))
-    t_term = t_weight * _t_term(prior, y, t_hat)
+    t_term = t_weight * _t_term(prior, y, t_hat, noise if explicit else None)
     edge = t_weight * _boundary_term(prior, x, noise) if boundary else torch.zeros_like(t_term)
     return x_term, t_term, edge
 
@@ -118,9 +134,13 @@ def _root(t_hat: Tensor) -> Tensor:
     return (0.5 * t_hat).exp()[:, None, None, None]
 
 
-def _t_term(prior: Prior, y: Tensor, t_hat: Tensor) -> Tensor:
+def _t_term(prior: Prior, y: Tensor, t_hat: Tensor, noise: Tensor | None) -> Tensor:
+    """The implicit form or, given the noise, the explicit one."""
     d = y[0].numel()
     first, second = prior.t_derivatives(y, t_hat)
+    if noise is not None:
+        s = 0.5 * (d - noise.square().sum((1, 2, 3)))
+        return 0.5 * (first - s).square().mean() / d**2
     return 0.5 * (first**2 - 2 * second).mean() / d**2
 
 

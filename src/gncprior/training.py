@@ -228,6 +228,7 @@ class _Loop:
             t_weight=recipe.t_weight,
             t_fraction=recipe.t_fraction,
             boundary=recipe.boundary,
+            explicit=recipe.explicit,
             half=recipe.half,
         )
         self.saved_at = -math.inf
