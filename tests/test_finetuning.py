@@ -114,7 +114,7 @@ def test_fine_tuned_inpainting_keeps_its_steps_short_enough_for_flat_images():
     with torch.no_grad():
         for schedule in run.schedules:
             schedule.free[1] += 20  # far longer than they may be
-        t_hats, etas = run._schedules(run.prior, run.schedules, 60)
+        t_hats, etas, _ = run._schedules(run.prior, run.schedules, 60)
     curvature, _ = flat_curvature(run.prior, t_hats.flatten(), 60)
     assert (etas.flatten() * curvature).tolist() == pytest.approx([2.5] * 6, rel=0.01)
 

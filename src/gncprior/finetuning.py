@@ -122,7 +122,8 @@ class FineTuning:
         which = (torch.arange(settings.batch) + self.number) % len(self.levels)
         for tensor in self.tensors:
             tensor.grad = None
-        t_hats, etas = (s.T for s in self._schedules(self.prior, self.schedules))  # (I, S)
+        t_hats, etas, self._waves = self._schedules(self.prior, self.schedules)
+        t_hats, etas = t_hats.T, etas.T  # (I, S)
         usual = self.usual_errors[which] * self.scales[which] ** 2 * x[0].numel()
         weights = 1 / (usual * settings.batch)
         dt_hats, detas = torch.zeros_like(t_hats), torch.zeros_like(etas)
@@ -156,26 +157,23 @@ class FineTuning:
         splines = [s.weight for s in prior._splines()]
         self.average.copy_to([*prior.filters, *splines, *(s.free.detach() for s in schedules)])
         centre(prior)
-        waves = self._waves
         with torch.no_grad():
-            t_hats, etas = self._schedules(prior, schedules, 30)
-        self._waves = waves  # the run goes on as if nobody had asked
+            t_hats, etas, _ = self._schedules(prior, schedules, 30)
         etas = etas / self.scales[:, None] ** 2
         scales = None if bool((self.scales == 1).all()) else self.scales
         return prior.eval(), Schedules(self.task, self.levels, t_hats, etas, scales=scales)
 
     def _schedules(
         self, prior: Prior, schedules: Sequence[Parameters], products: int = 2
-    ) -> tuple[Tensor, Tensor]:
-        """t̂ and η (S, I); in inpainting with steps short enough for flat images."""
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """t̂ and η (S, I), and where flat images bend most: steps of inpainting are short enough for these."""
         pairs = [s.schedule() for s in schedules]
         t_hats, etas = (torch.stack(s) for s in zip(*pairs, strict=True))
-        if self.task == INPAINT:
-            curvature, self._waves = flat_curvature(
-                prior, t_hats.detach().flatten(), products, self._waves
-            )
-            etas = torch.minimum(etas, LONGEST / curvature.view_as(etas))
-        return t_hats, etas
+        if self.task != INPAINT:
+            return t_hats, etas, None
+        times = t_hats.detach().flatten()
+        curvature, waves = flat_curvature(prior, times, products, self._waves)
+        return t_hats, torch.minimum(etas, LONGEST / curvature.view_as(etas)), waves
 
     def _clip(self) -> bool:
         """Shorten a gradient of more than twice the usual length; False where it is not finite.
