@@ -6,10 +6,12 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 from test_training import picture, sha256
 
 from gncprior import cli, training
+from gncprior.checkpoints import load_prior
 from gncprior.runs import RunFolder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -98,3 +100,23 @@ def test_ctrl_c_ends_the_command_with_the_way_to_go_on(folder, monkeypatch, caps
     assert caught.value.code == 130
     assert f"Stopped at step 5; go on with --resume --out {folder}/run." in capsys.readouterr().out
     assert RunFolder(folder / "run").checkpoints()[-1].name == "checkpoint-000000005.safetensors"
+
+
+def test_a_prior_is_calibrated_and_balanced_on_a_folder(folder, capsys):
+    flags = FLAGS.replace(" --no-calibrate", "")
+    train = f"train --data {folder} --out {folder}/run {flags} --steps 6 --convex"
+    assert cli.main(train.split()) == 0
+    before = load_prior(folder / "run" / "prior.safetensors")
+    line = f"calibrate --prior {folder}/run/prior.safetensors --data {folder} --out {folder}/b.safetensors"
+    assert cli.main([*line.split(), "--balance", "100"]) == 0
+    out = capsys.readouterr().out
+    assert f"wrote {folder}/b.safetensors" in out
+    after = load_prior(folder / "b.safetensors")
+    facts = after.info["calibration"]
+    assert facts["balance"] == 100
+    assert facts["spread_after"] < facts["spread_before"]
+    assert after.info["recipe"] == before.info["recipe"]
+    assert torch.equal(after.filters[0], before.filters[0])
+    assert not torch.equal(after.splines[0].weight, before.splines[0].weight)
+    assert cli.main([*line.split(), "--balance", "-1"]) == 2
+    assert "--balance must be 0 or more" in capsys.readouterr().err

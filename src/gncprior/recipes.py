@@ -87,6 +87,11 @@ class Recipe:
         False, LEARNING, "Inner filters multiply in bfloat16, where the processor can: faster."
     )
     calibrate: bool = _option(True, LEARNING, "Calibrate the energy in t after the last step.")
+    balance: float = _option(
+        0.0,
+        LEARNING,
+        "Before that, weight of slopes in t that differ between pictures; 0 for none.",
+    )
     seed: int = _option(0, LEARNING, "Seed of the start and of all batches, 0 or more.")
 
     validate_every: int = _option(1000, RUN, "Steps between validations; 0 for one at the end.")
@@ -111,7 +116,7 @@ class Recipe:
                 raise GncpriorError(f"{f.name} must be {words[kind]}, not {value!r}.")
         positive = ("patch", "batch", "steps", "log_every", "gain")
         not_negative = ("lr_filters", "lr_splines", "lr_end", "warmup", "weight_decay", "t_weight",
-                        "smoothing", "t_smoothing", "spread", "seed", "chunk", "validate_every",
+                        "smoothing", "t_smoothing", "spread", "balance", "seed", "chunk", "validate_every",
                         "save_seconds")  # fmt: skip
         for name in positive + not_negative:
             value = getattr(self, name)

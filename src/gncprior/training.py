@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gncprior.balance import balance
 from gncprior.calibration import calibrate, centre
 from gncprior.checkpoints import load_prior, save_prior
 from gncprior.convexity import settle_at_t_max, steady_at_t_max
@@ -41,6 +42,7 @@ from gncprior.workers import Workers, signals
 
 MAX_SKIPPED = 5  # steps in a row without a finite gradient
 CALIBRATION_IMAGES, CALIBRATION_SIZE = 40, 256  # and pixels along an edge: enough, and quick
+BALANCE_IMAGES = 200  # of the same size: what differs between images takes more of them
 LARGEST = 512  # pixels along an edge of images for validation
 
 
@@ -213,6 +215,33 @@ def _begin(run: RunFolder, state: State, facts: Event, resume: bool) -> None:
     run.write_recipe(state.recipe)
 
 
+def calibrate_all(
+    prior: Prior,
+    training: Dataset,
+    convex: bool,
+    weight: float = 0.0,
+    done: Callable[[], None] | None = None,
+) -> dict[str, float]:
+    """Centre and calibrate a prior on training images, after balancing it where that has a weight.
+
+    A prior that is ``convex`` at t_max stays so.  ``done`` is called after every image of the balance.
+    """
+    images = training.cropped(CALIBRATION_SIZE)
+
+    def some(count: int) -> list[Tensor]:
+        chosen = np.linspace(0, len(images) - 1, min(count, len(images))).round()
+        return [images.tensor(int(k))[0] for k in chosen]
+
+    facts: dict[str, float] = {}
+    if weight:
+        facts = {"balance": weight, **balance(prior, some(BALANCE_IMAGES), weight, done=done)}
+        if convex:
+            settle_at_t_max(prior)
+            steady_at_t_max(prior)
+    centre(prior)
+    return facts | calibrate(prior, some(CALIBRATION_IMAGES))
+
+
 class _Loop:
     """The loop's surroundings, so that the loop itself can be read."""
 
@@ -277,10 +306,7 @@ class _Loop:
         if recipe.convex:
             steady_at_t_max(prior)
         if recipe.calibrate:
-            centre(prior)
-            images = self.training.cropped(CALIBRATION_SIZE)
-            chosen = np.linspace(0, len(images) - 1, min(CALIBRATION_IMAGES, len(images))).round()
-            info["calibration"] = calibrate(prior, [images.tensor(int(k))[0] for k in chosen])
+            info["calibration"] = calibrate_all(prior, self.training, recipe.convex, recipe.balance)
         scores = self._validate(prior)
         info["scores"] = {"one-step PSNR, " + self.validation.title: scores}
         save_prior(run.prior_file, prior, info)
