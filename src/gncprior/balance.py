@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,36 +29,56 @@ from torch import Tensor
 from gncprior.errors import GncpriorError
 from gncprior.filters import convolve, convolve_transpose
 from gncprior.prior import Prior
-from gncprior.splines import evaluate, time_basis
+from gncprior.splines import Grid, evaluate, evaluate_into, time_basis
 
-RIDGE = 1e-4  # of every diagonal element, for parabolas that hardly matter
+RIDGE = 1e-6  # of the mean diagonal element: parabolas at the ends of the range are hardly seen
 PATCH = 64  # pixels along an edge of the patches that G is measured on
 EVERY = 7  # images of one of them
 
 
+@dataclass(frozen=True)
+class Measurements:
+    """What N pictures show at T values of t̂, per pixel and in float64."""
+
+    t_hats: Tensor  # (T,)
+    residuals: Tensor  # ∂_t̂R − s: (N, T)
+    phi: Tensor  # (N, T, J)
+    phi_dot: Tensor
+    gram: Tensor  # G, a mean over some of the pictures: (T, J, J)
+
+
 @torch.no_grad()
 def balance(
-    prior: Prior,
-    images: Sequence[Tensor],
-    weight: float,
-    *,
-    points: int = 16,
-    seed: int = 0,
-    done: Callable[[], None] | None = None,
+    prior: Prior, images: Sequence[Tensor], weight: float, done: Callable[[], None] | None = None
 ) -> dict[str, float]:
     """Add the parabolas that are best on clean images (C, H, W), and say what they do there.
 
-    "spread" is the standard deviation over images of ∂_t̂R − s per pixel, root mean square over ``points``
-    values of t̂, and "denoising" what the denoising term of Ĵ grows by.  ``done`` is called after every image.
+    "spread" is the standard deviation over images of ∂_t̂R − s per pixel, root mean square over t̂, and
+    "denoising" what the denoising term of Ĵ grows by.  ``done`` is called after every image.
     """
     if prior.architecture.scaled:
         raise GncpriorError("The scaled variant of the prior cannot be balanced.")
     if weight <= 0 or len(images) < 2:
         raise GncpriorError("Balancing needs a positive weight and two images or more.")
-    grid = prior.architecture.t_grid
-    t_hats = torch.linspace(grid.low, grid.high, points + 1, dtype=torch.float64)[:-1]
-    t_hats += 0.5 * (t_hats[1] - t_hats[0])
-    beta, rate = (time_basis(t_hats, grid, order) for order in (0, 1))  # (T, O)
+    a, facts = parabolas(measure(prior, images, done=done), prior.architecture.t_grid, weight)
+    last = prior._splines()[-1]
+    mu = last.x_grid.centres().double()
+    square = 0.5 * (mu**2 - 5 / 12 * last.x_grid.gamma**2)  # the weights of ½u²
+    last.weight.add_((a[..., None] * square).to(last.weight))
+    return facts
+
+
+@torch.no_grad()
+def measure(
+    prior: Prior,
+    images: Sequence[Tensor],
+    points: int = 16,
+    seed: int = 0,
+    done: Callable[[], None] | None = None,
+) -> Measurements:
+    """The images with fresh noise of ``points`` values of t̂, from one end of the range to the other."""
+    low, high = prior.t_hat_range
+    t_hats = torch.linspace(low, high, points, dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
     terms: tuple[list[Tensor], ...] = ([], [], [])
     gram = []
@@ -70,26 +91,29 @@ def balance(
             gram.append(torch.stack([_gram(prior, patch, float(t), generator) for t in t_hats]))
         if done is not None:
             done()
+    residuals, phi, phi_dot = (torch.stack(v) for v in terms)
+    return Measurements(t_hats, residuals, phi, phi_dot, torch.stack(gram).mean(0))
 
-    slopes, phi, phi_dot = (torch.stack(v) for v in terms)  # (images, T), (images, T, J)
-    features = torch.einsum("to,ntj->ntjo", rate, phi) + torch.einsum("to,ntj->ntjo", beta, phi_dot)
-    f = _off_mean(features).flatten(2).flatten(0, 1)  # (images · T, J · O)
-    r = _off_mean(slopes).flatten()
-    grown = torch.einsum("to,tp,tjk->jokp", beta, beta, torch.stack(gram).mean(0)) / points
+
+def parabolas(m: Measurements, grid: Grid, weight: float) -> tuple[Tensor, dict[str, float]]:
+    """a_jo (J, O), and what it does."""
+    unit = (-grid.centres().double()).exp()  # a_jo is counted in the curvature of noise, 1/t
+    beta, rate = (unit * time_basis(m.t_hats, grid, order) for order in (0, 1))  # (T, O)
+    features = torch.einsum("to,ntj->ntjo", rate, m.phi)
+    features += torch.einsum("to,ntj->ntjo", beta, m.phi_dot)
+    f = _off_mean(features).flatten(2).flatten(0, 1)  # (N · T, J · O)
+    r = _off_mean(m.residuals).flatten()
+    grown = torch.einsum("to,tp,tjk->jokp", beta, beta, m.gram) / len(beta)
     grown = grown.reshape(f.shape[1], f.shape[1])
     system = grown + weight / len(f) * f.T @ f
-    system += torch.diag(RIDGE * system.diagonal() + 1e-12 * system.diagonal().mean())
+    system += RIDGE * system.diagonal().mean() * torch.eye(len(system), dtype=torch.float64)
     a = torch.linalg.solve(system, -weight / len(f) * f.T @ r)
-
-    last = prior._splines()[-1]
-    mu = last.x_grid.centres().double()
-    parabola = 0.5 * (mu**2 - 5 / 12 * last.x_grid.gamma**2)  # the weights of ½u²
-    last.weight.add_((a.view(len(last.weight), -1, 1) * parabola).to(last.weight))
-    return {
+    facts = {
         "spread_before": float(r.square().mean().sqrt()),
         "spread_after": float((r + f @ a).square().mean().sqrt()),
         "denoising": float(0.5 * a @ grown @ a),
     }
+    return unit * a.view(m.phi.shape[2], -1), facts
 
 
 def _terms(
@@ -102,16 +126,17 @@ def _terms(
         value, first = phi.tables
         u = convolve(h, k)
         u_dot = torch.zeros_like(u) if h_dot is None else convolve(h_dot, k)
-        h = evaluate(u, value, phi.inverse_gamma)
-        h_dot = evaluate(u, first, phi.inverse_gamma)
-        h_dot += evaluate(u, phi.slope_tables(), phi.inverse_gamma) * u_dot
+        h, slope, h_dot = (torch.empty_like(u) for _ in range(3))
+        evaluate_into(u, value, phi.inverse_gamma, h, slope)
+        evaluate_into(u, first, phi.inverse_gamma, h_dot)
+        h_dot.addcmul_(slope, u_dot)
     assert h_dot is not None
     d = y.numel()
     s = 0.5 * (d - noise.double().square().sum())
-    slope = h_dot.sum(dtype=torch.float64) - s
+    residual = h_dot.sum(dtype=torch.float64) - s
     both = (0.5 * u.square(), u * u_dot)
     squares, products = (v.sum((0, 2, 3), dtype=torch.float64) for v in both)
-    return slope / d, squares / d, products / d
+    return residual / d, squares / d, products / d
 
 
 def _gram(prior: Prior, x: Tensor, t_hat: float, generator: torch.Generator) -> Tensor:
