@@ -114,7 +114,7 @@ def test_a_flat_picture_comes_back(quality, value, sigma):
     assert np.array_equal(filled, flat)
 
 
-@pytest.mark.parametrize("prior", ["r1", "r2", "r3", "r1-inpaint", "r2-inpaint"])
+@pytest.mark.parametrize("prior", ["r1", "r2", "r3", "r1-inpaint", "r2-inpaint", "r3-inpaint"])
 @pytest.mark.parametrize("missing", [0.3, 0.5, 0.8, 0.9])
 def test_learned_steps_of_inpainting_do_not_blow_up_a_flat_picture(prior, missing):
     """No unevenness beyond a fifth of a grey level, where longer steps made it two."""
