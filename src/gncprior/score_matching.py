@@ -11,8 +11,7 @@ log-density of y is E[s | y] with s = ½(d − ‖n‖²), and by completing the
 
     E[(∂_t̂R)² − 2∂²_t̂R] + boundary = E (∂_t̂R − s)² + const.
 
-Where the noise can be told from the image, ∂_t̂R and s go up and down together, so that this regression has the
-less noisy gradient; it needs no boundary term, and unlike −2∂²_t̂R of a batch it is bounded below.
+This regression needs no boundary term, and unlike −2∂²_t̂R of a batch it is bounded below.
 
 The gradient in θ needs no graph of graphs.  With the residual r = e^{t̂/2}∇R − n, v = e^{t̂/2} r and
 α = m_t ∂_t̂R held fixed it is that of ⟨∇R, v⟩ + α ∂_t̂R − m_t ∂²_t̂R, which :mod:`gncprior.tangents` takes; in the
