@@ -275,3 +275,12 @@ def test_info_names_what_runs_here(monkeypatch, capsys):
     assert facts["torch"] == f"{torch.__version__}, {torch.get_num_threads()} threads"
     assert re.match(r"(amx|avx512bf16|avx512|avx2|portable|torch): \w", facts["kernels"])
     assert facts["data"] == f"{os.devnull} (GNCPRIOR_DATA), which does not exist"
+
+
+def test_waiting_threads_leave_the_cores_to_others_unless_the_user_wants_otherwise(monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert cli.main(["--version"]) == 0
+    assert os.environ["OMP_WAIT_POLICY"] == "passive"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert cli.main(["--version"]) == 0
+    assert os.environ["OMP_WAIT_POLICY"] == "active"

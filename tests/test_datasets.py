@@ -321,9 +321,9 @@ def test_every_position_and_every_image_is_as_likely(four):
     chi_squared = ((seen - expected) ** 2 / expected).sum()
     assert chi_squared < 37.7  # 99.9 % point for 15 degrees of freedom
     for begin in (0, 4, 40):
-        assert sorted(four._turns(3, begin, 4)) == [0, 1, 2, 3]
-    sequence = [k for i in range(10) for k in four._turns(3, 6 * i, 6)]
-    assert sequence == four._turns(3, 0, 60)
+        assert sorted(four.order(3, begin, 4)) == [0, 1, 2, 3]
+    sequence = [k for i in range(10) for k in four.order(3, 6 * i, 6)]
+    assert sequence == four.order(3, 0, 60)
 
 
 def test_noise_is_standard_normal_and_t_hat_is_stratified(four):

@@ -3,16 +3,19 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from small import smooth_images, tiny
 
 from gncprior import GncpriorError
 from gncprior.convexity import flat_curvature
+from gncprior.datasets import Dataset
 from gncprior.fidelity import Denoising
 from gncprior.finetuning import FineTuning, Settings, _problem, fine_tune, on_one_scale
 from gncprior.unrolled import Schedules, unroll
 from gncprior.unrolled_learning import scores_of, start_schedule
+from gncprior.workers import Workers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -25,14 +28,16 @@ def fine_tuning(steps, task="denoise", **choices):
     pairs = [start_schedule(task, level, 2, prior.t_hat_range) for level in levels.tolist()]
     t_hats, etas = (torch.stack(s) for s in zip(*pairs, strict=True))
     schedules = Schedules(task, levels, t_hats, etas / 4)
-    settings = Settings(steps=steps, batch=6, size=16, chunk=4, **choices)
+    settings = Settings(
+        **{"steps": steps, "looks": 4, "batch": 6, "size": 16, "chunk": 4} | choices
+    )
     return prior, schedules, FineTuning(prior, schedules, smooth_images(), settings)
 
 
 @pytest.mark.parametrize("task", LEVELS)
 def test_fine_tuning_improves_every_level(task):
-    prior, schedules, run = fine_tuning(20, task, average=0.5, lr_splines=2e-3)
-    losses = [run.step().loss for _ in range(20)]
+    prior, schedules, run = fine_tuning(20, task, average=0.5, lr=1e-2, lr_schedules=1e-2)
+    losses = [run.step().loss for _ in range(24)]
     tuned, learned = run.result()
     assert sum(losses[-5:]) < sum(losses[:5])
     images = smooth_images()
@@ -50,6 +55,9 @@ def test_fine_tuning_improves_every_level(task):
 def test_fine_tuning_leaves_the_prior_alone_and_moves_everything():
     prior, schedules, run = fine_tuning(1)
     before = [p.clone() for p in prior.parameters()]
+    for _ in range(run.settings.looks):  # nothing moves yet
+        run.step()
+    assert all(map(torch.equal, before, run.prior.parameters()))
     run.step()
     tuned, learned = run.result()
     for old, kept, new in zip(before, prior.parameters(), tuned.parameters(), strict=True):
@@ -62,7 +70,7 @@ def test_fine_tuning_leaves_the_prior_alone_and_moves_everything():
 def test_fine_tuning_is_repeatable_and_saves_on_its_way():
     saved = []
     prior, schedules, _ = fine_tuning(3)
-    settings = Settings(steps=3, batch=6, size=16)
+    settings = Settings(steps=2, looks=1, batch=6, size=16)
 
     def once():
         seen = []
@@ -74,8 +82,8 @@ def test_fine_tuning_is_repeatable_and_saves_on_its_way():
 
     (first, one), (second, other) = once(), once()
     assert first == second
-    assert [p.step for p in first] == [1, 2, 3]
-    assert len(saved) == 4  # after step 2 and at the end, twice
+    assert [p.number for p in first] == [1, 2, 3]
+    assert len(saved) == 4  # after batch 2 and at the end, twice
     for p, q in zip(one.parameters(), other.parameters(), strict=True):
         assert torch.equal(p, q)
 
@@ -98,7 +106,8 @@ def test_fine_tuning_shortens_gradients_that_are_out_of_the_way():
 
 
 def test_fine_tuning_goes_back_to_its_average_where_images_blow_up():
-    _, _, run = fine_tuning(3)
+    _, _, run = fine_tuning(3, looks=1)
+    run.step()
     run.step()
     good = [t.clone() for t in run.average.tensors]
     with torch.no_grad():
@@ -158,7 +167,7 @@ def test_fine_tuning_counts_all_levels_alike():
     """With steps that change nothing the loss of every level is about 1, whatever its scale."""
     prior, schedules, _ = fine_tuning(1)
     given = on_one_scale(schedules)
-    settings = Settings(steps=1, batch=48, size=16)
+    settings = Settings(steps=1, looks=1, batch=48, size=16)
     for s in range(3):
         one = Schedules("denoise", given.levels[s : s + 1], given.t_hats[s : s + 1],
                         given.etas[s : s + 1], scales=given.scales[s : s + 1])  # fmt: skip
@@ -169,3 +178,43 @@ def test_fine_tuning_counts_all_levels_alike():
 def test_fine_tuning_refuses_empty_batches():
     with pytest.raises(GncpriorError, match="must be positive"):
         Settings(batch=0)
+
+
+def test_fine_tuning_divides_by_how_hard_an_image_is():
+    """Errors of images are 1 on average; more contrast is harder, and no image is easier than a tenth."""
+    prior, schedules, _ = fine_tuning(1, "inpaint")
+    waves = torch.linspace(0, 40, 48).sin().outer(torch.linspace(0, 40, 48).sin()).numpy()
+    images = [np.uint8(127.5 + contrast * waves)[None] for contrast in (0, 60, 120)]
+    dataset = Dataset("waves", ("a", "b", "c"), tuple(images))
+    settings = Settings(steps=1, looks=1, batch=3, size=16)
+    errors = FineTuning(prior, schedules, dataset, settings).usual_errors
+    usual = 10 ** (-torch.tensor([*scores_of(prior, dataset, schedules, 16, 16).values()]) / 10)
+    for s in range(3):
+        flat, soft, sharp = (errors[:, s] / usual[s]).tolist()
+        assert flat == pytest.approx(0.1)  # its error is less than 0.02
+        assert soft + sharp == pytest.approx(3, abs=0.02)
+        assert sharp > 2 * soft
+
+
+def test_processes_share_a_batch():
+    """What two processes sum up is what one has."""
+    prior, schedules, alone = fine_tuning(1)
+    parts = []
+    for rank in range(2):
+        workers = Workers("cpu")
+        workers.rank, workers.size = rank, 2
+        workers.sum = lambda values: values
+        run = FineTuning(prior, schedules, smooth_images(), alone.settings, workers)
+        parts.append(([run.step().loss], run))
+    loss = alone.step().loss
+    assert sum(one[0] for one, _ in parts) == pytest.approx(loss)
+    for k, tensor in enumerate(alone.tensors):
+        total = sum(run.tensors[k].grad for _, run in parts)
+        torch.testing.assert_close(total.to(tensor), tensor.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_levels_that_are_named_twice_count_twice():
+    _, _, run = fine_tuning(1, turns=(0.2, 0.05, 0.2))
+    assert run.turns.tolist() == [2, 0, 2]
+    with pytest.raises(GncpriorError, match="and no others"):
+        fine_tuning(1, turns=(0.3,))

@@ -20,7 +20,7 @@ ROOMS = """
     fidelity
     solvers unrolled
     tangents score_matching calibration balance noise_reading convexity deepening
-    optimizers datasets gauges runs workers training
+    optimizers natural_gradient datasets gauges runs workers training
     unrolled_adjoint unrolled_learning finetuning
     restore evaluation
     plots inspection interop experiments web

@@ -111,7 +111,7 @@ class Dataset:
         x = np.empty((count, self.channels, size, size), dtype=np.uint8)
         where = rng.random((count, 2))
         symmetries = rng.integers(8, size=count)
-        for k, index in enumerate(self._turns(seed, i * count, count)):
+        for k, index in enumerate(self.order(seed, i * count, count)):
             image = self.images[index]
             top, left = (
                 int(u * (n - size + 1)) for u, n in zip(where[k], image.shape[1:], strict=True)
@@ -134,7 +134,7 @@ class Dataset:
         noise = torch.randn(x.shape, generator=generator)
         return torch.from_numpy(np.divide(x, 255, dtype=np.float32)), noise, t_hat
 
-    def _turns(self, seed: int, begin: int, count: int) -> list[int]:
+    def order(self, seed: int, begin: int, count: int) -> list[int]:
         """Images number begin … begin+count−1 of the endless sequence of shuffled rounds."""
         rounds = range(begin // len(self), (begin + count - 1) // len(self) + 1)
         # keys of rounds are kept apart from those of batches by their highest bit

@@ -3,8 +3,9 @@ r"""Fine-tuning: a prior and its schedules learned together, through the unrolle
 From a prior that knows images in general and schedules for several noise levels, one model is made
 that denoises them all, and likewise one that inpaints from schedules for several shares of missing pixels.
 Every image of a batch has one of the levels, and is restored by the schedule of that level with the same
-R.  The loss is the mean of ‖x_I − x̂‖² over images, each divided by the error that its level had with the
-schedules given, so that all levels count alike.
+R.  The loss is the mean of ‖x_I − x̂‖² over crops, each divided by the error that its image had at its level with
+what was given: to first order it is the mean logarithm of the error of images, which is their PSNR, and all
+levels count alike.  (Divided by the error of the crop instead, crops of sky would count for too much.)
 
 Schedules of neighbouring noise levels pass through the same t̂ at different steps, and would pull the
 potentials there to and fro.  Therefore images to denoise are scaled by c = 0.1/σ, after which all have the
@@ -17,9 +18,10 @@ followed (:func:`gncprior.convexity.flat_curvature`), and no step gets longer th
 be too long by that much, as long as the others make up for it.
 
 Derivatives are those of :func:`gncprior.unrolled_adjoint.squared_error`, whose memory does not depend
-on the number of steps.  Filters, splines and schedules have rates of their own, which rise at
-first and then fall along a cosine, those of further layers in proportion to the size of their filters; the
-result is a moving average of what was passed.
+on the number of steps.  The first batches are only looked at, for the natural gradient by which filters
+and splines then move (:mod:`gncprior.natural_gradient`); the few numbers of the schedules have AdaBelief.
+Rates rise at first and then fall along a cosine, and the result is a moving average of what was passed.
+Under ``torchrun`` the processes share every batch.
 """
 
 from __future__ import annotations
@@ -38,14 +40,18 @@ from gncprior.convexity import flat_curvature
 from gncprior.datasets import Dataset
 from gncprior.errors import GncpriorError
 from gncprior.fidelity import Denoising, Inpainting
-from gncprior.optimizers import AdaBelief, Average, cosine, prior_groups
+from gncprior.natural_gradient import NaturalGradient
+from gncprior.optimizers import AdaBelief, Average, cosine
 from gncprior.prior import Prior
-from gncprior.unrolled import DENOISE, INPAINT, Schedules
-from gncprior.unrolled_adjoint import Problem, squared_error
+from gncprior.unrolled import DENOISE, INPAINT, Schedules, unroll
+from gncprior.unrolled_adjoint import Problem, make_problem, squared_error
 from gncprior.unrolled_learning import Parameters, scores_of
+from gncprior.workers import Workers
 
 NOISE, MOST = 0.1, 2.0  # σ that images are scaled to, and the largest scale
 LONGEST = 2.5  # η times the curvature of flat images, in inpainting
+MIDDLE = 128  # pixels along an edge of what tells how hard an image is
+EASIEST = 0.1  # times the mean error, so that no flat image counts for all
 
 
 @dataclass(frozen=True)
@@ -53,30 +59,33 @@ class Settings:
     """Choices of a run; rates are those at its beginning."""
 
     steps: int = 2000
+    looks: int = 60  # batches before, which nothing moves in
     batch: int = 14
     size: int = 64
     chunk: int = 4  # images at a time, to stay in cache
-    lr_filters: float = 3e-3
-    lr_splines: float = 3e-3
-    lr_schedules: float = 1e-2
-    smoothing: float = 1.0
-    t_smoothing: float = 1.0
+    lr: float = 4e-4
+    lr_schedules: float = 4e-3
     lr_end: float = 0.02
-    warmup: int = 50
-    average: float = 0.99
+    warmup: int = 30
+    average: float = 0.98
     half: bool = True  # inner filters multiply in bfloat16, where the processor has that
     seed: int = 0
+    turns: tuple[float, ...] = ()  # levels in the order they take turns; none for each once
 
     def __post_init__(self) -> None:
-        if min(self.steps, self.batch, self.size, self.chunk) < 1:
-            raise GncpriorError("Steps, batch, size and chunk must be positive.")
+        if min(self.steps, self.looks, self.batch, self.size, self.chunk) < 1:
+            raise GncpriorError("Steps, looks, batch, size and chunk must be positive.")
+
+    @property
+    def batches(self) -> int:
+        return self.looks + self.steps
 
 
 @dataclass(frozen=True)
 class Progress:
-    """One step: the loss, which is 1 where nothing has changed."""
+    """One batch: its loss, which is 1 where nothing has changed."""
 
-    step: int
+    number: int
     loss: float
 
 
@@ -84,9 +93,16 @@ class FineTuning:
     """A run: call :meth:`step` for every batch, and take :meth:`result` whenever wanted."""
 
     def __init__(
-        self, prior: Prior, schedules: Schedules, training: Dataset, settings: Settings
+        self,
+        prior: Prior,
+        schedules: Schedules,
+        training: Dataset,
+        settings: Settings,
+        workers: Workers | None = None,
     ) -> None:
         self.settings, self.task, self.levels = settings, schedules.task, schedules.levels
+        self.workers = Workers("cpu") if workers is None else workers
+        self.turns = _turns(settings.turns, schedules.levels)
         self.training = training.at_least(settings.size)
         self.usual_errors = self._errors(prior, schedules)
         if self.task == DENOISE and schedules.scales is None:
@@ -99,13 +115,15 @@ class FineTuning:
             Parameters(t_hats, c**2 * etas, prior.t_hat_range)
             for t_hats, etas, c in zip(schedules.t_hats, schedules.etas, self.scales, strict=True)
         ]
-        filters, splines = prior_groups(self.prior, True, settings.smoothing, settings.t_smoothing)
-        sizes = [w.detach().square().mean().sqrt() for w in self.prior.filters]
-        filters["scales"] = [size / sizes[0] for size in sizes]
-        groups = [filters, splines, {"params": [s.free for s in self.schedules]}]
-        self.rates = (settings.lr_filters, settings.lr_splines, settings.lr_schedules)
-        self.optimizer = AdaBelief(groups)
-        self.tensors = [p for group in groups for p in group["params"]]
+        filters, splines = list(self.prior.filters), [s.weight for s in self.prior._splines()]
+        schedule = [s.free for s in self.schedules]
+        self.model = [
+            NaturalGradient(filters, damping=3e-3),
+            # parts of splines that few images reach must not move far for one that does
+            NaturalGradient(splines, damping=0.1),
+        ]
+        self.schedule = AdaBelief(schedule)
+        self.tensors = [*filters, *splines, *schedule]
         self.average = Average(self.tensors, settings.average)
         self.buffers = Buffers()
         self._waves: Tensor | None = None  # where flat images bend most
@@ -113,22 +131,24 @@ class FineTuning:
         self.number = 0
 
     def step(self) -> Progress:
-        """One batch and one step of the optimizer."""
+        """One batch, and one step unless it is among the first, which are looked at."""
         settings = self.settings
         x, noise, _ = self.training.batch(
             settings.seed, self.number, count=settings.batch, size=settings.size, t_hat_range=(0, 0)
         )
         # levels take turns, so that over the batches each meets every image
-        which = (torch.arange(settings.batch) + self.number) % len(self.levels)
+        which = self.turns[(torch.arange(settings.batch) + self.number) % len(self.turns)]
         for tensor in self.tensors:
             tensor.grad = None
         t_hats, etas, self._waves = self._schedules(self.prior, self.schedules)
         t_hats, etas = t_hats.T, etas.T  # (I, S)
-        usual = self.usual_errors[which] * self.scales[which] ** 2 * x[0].numel()
+        images = self.training.order(settings.seed, self.number * settings.batch, settings.batch)
+        usual = self.usual_errors[images, which] * self.scales[which] ** 2 * x[0].numel()
         weights = 1 / (usual * settings.batch)
         dt_hats, detas = torch.zeros_like(t_hats), torch.zeros_like(etas)
         loss = 0.0
-        for part in torch.arange(settings.batch).split(settings.chunk):
+        mine = self.workers.slice(settings.batch)
+        for part in torch.arange(mine.start, mine.stop).split(settings.chunk):
             s = which[part]
             problem = _problem(self.task, x[part], noise[part], self.levels[s], self.scales[s])
             errors, dt, de = squared_error(
@@ -139,15 +159,21 @@ class FineTuning:
             dt_hats = dt_hats.index_add(1, s, dt)
             detas = detas.index_add(1, s, de)
         torch.autograd.backward([t_hats, etas], [dt_hats, detas])
-        factor = cosine(self.number, settings.steps, settings.lr_end, settings.warmup)
-        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate * factor
+        loss = self._sum(loss)
+        step = self.number - settings.looks
         self.number += 1
-        if self._clip():
-            self.optimizer.step()
-            self.average.update()
-        else:  # a model that blows images up would not learn any more
+        if not self._clip():  # a model that blows images up would not learn any more
             self.average.copy_to([t.detach() for t in self.tensors])
+        elif step < 0:
+            for part in self.model:
+                part.look()
+        else:
+            factor = cosine(step, settings.steps, settings.lr_end, settings.warmup)
+            for part in self.model:
+                part.step(settings.lr * factor)
+            self.schedule.param_groups[0]["lr"] = settings.lr_schedules * factor
+            self.schedule.step()
+            self.average.update()
         return Progress(self.number, loss)
 
     def result(self) -> tuple[Prior, Schedules]:
@@ -175,6 +201,18 @@ class FineTuning:
         curvature, waves = flat_curvature(prior, times, products, self._waves)
         return t_hats, torch.minimum(etas, LONGEST / curvature.view_as(etas)), waves
 
+    def _sum(self, loss: float) -> float:
+        """The loss and all gradients, added up over the processes."""
+        if self.workers.size == 1:
+            return loss
+        grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in self.tensors]
+        flat = [g.double().flatten() for g in grads]
+        total = self.workers.sum(torch.cat([*flat, torch.tensor([loss], dtype=torch.float64)]))
+        *parts, last = total.split([*map(len, flat), 1])
+        for tensor, part in zip(self.tensors, parts, strict=True):
+            tensor.grad = part.view_as(tensor).to(tensor.dtype)
+        return float(last)
+
     def _clip(self) -> bool:
         """Shorten a gradient of more than twice the usual length; False where it is not finite.
 
@@ -191,9 +229,35 @@ class FineTuning:
         return True
 
     def _errors(self, prior: Prior, schedules: Schedules) -> Tensor:
-        """The mean squared error of every level (S,) on some crops."""
+        """The mean squared error of every image at every level, (images, S).
+
+        How hard an image is beside others is measured in its middle and at the middle level only.
+        """
         scores = scores_of(prior, self.training, schedules, self.settings.size, count=16)
-        return 10 ** (-torch.tensor(list(scores.values()), dtype=torch.float64) / 10)
+        errors = 10 ** (-torch.tensor(list(scores.values()), dtype=torch.float64) / 10)
+        level = float(self.levels[len(self.levels) // 2])
+        energy, schedule = schedules.prior_at(prior, level), schedules.at(level)
+        generator = torch.Generator().manual_seed(self.settings.seed)
+        middles = self.training.cropped(MIDDLE)
+        found = []
+        for k in range(len(middles)):
+            problem = make_problem(self.task, level, middles.tensor(k), generator)
+            x = unroll(energy, problem.fidelity, problem.x0, schedule)
+            found.append(float((x - problem.target).square().mean(dtype=torch.float64)))
+        hardness = torch.tensor(found, dtype=torch.float64)
+        hardness = (hardness / hardness.mean()).clamp(min=EASIEST)
+        return hardness[:, None] * errors
+
+
+def _turns(turns: Sequence[float], levels: Tensor) -> Tensor:
+    """Which of the levels (S,) comes when; a level that is named more often counts for more."""
+    if not turns:
+        return torch.arange(len(levels))
+    away = (torch.tensor(turns, dtype=torch.float64)[:, None] / levels.double() - 1).abs()
+    if bool((away.amin(1) > 1e-5).any()):  # files hold levels with so many digits
+        known = ", ".join(f"{level:.4g}" for level in levels.tolist())
+        raise GncpriorError(f"The schedules to start from have the levels {known} and no others.")
+    return away.argmin(1)
 
 
 def on_one_scale(schedules: Schedules) -> Schedules:
@@ -213,17 +277,23 @@ def fine_tune(
     training: Dataset,
     settings: Settings,
     *,
+    workers: Workers | None = None,
     save: Callable[[Prior, Schedules], None] | None = None,
     save_every: int = 200,
     callback: Callable[[Progress], None] | None = None,
 ) -> tuple[Prior, Schedules]:
-    """All steps of a run; ``save`` gets what there is from time to time, and at the end."""
-    run = FineTuning(prior, schedules, training, settings)
-    while run.number < settings.steps:
+    """All batches of a run; ``save`` gets what there is from time to time, and at the end.
+
+    Of several processes the first one saves.
+    """
+    run = FineTuning(prior, schedules, training, settings, workers)
+    if run.workers.rank:
+        save = None
+    while run.number < settings.batches:
         progress = run.step()
         if callback is not None:
             callback(progress)
-        if save is not None and (run.number % save_every == 0 or run.number == settings.steps):
+        if save is not None and (run.number % save_every == 0 or run.number == settings.batches):
             save(*run.result())
     return run.result()
 

@@ -72,6 +72,8 @@ app.command(figures.figure)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with the given arguments (those of the process by default); the exit code."""
     tokens = list(sys.argv[1:] if argv is None else argv)
+    # Threads of torch that wait would otherwise hold on to the cores that the kernels' threads need.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         app(
             [token for token in tokens if token != "--debug"],

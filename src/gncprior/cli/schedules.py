@@ -1,7 +1,7 @@
 """`gncprior learn-schedule`: how much to smooth and how far to step, learned for a task."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from gncprior.unrolled_learning import Progress
 
 ALL_SIGMAS = "5/255,10/255,15/255,25/255,35/255,50/255,75/255"
+ALL_SHARES = [0.5, 0.8]
 
 
 def learn_schedule(
     *,
     task: Annotated[Literal["denoise", "inpaint"], Parameter(help="What to restore.")] = "denoise",
-    sigma: Sigma = ALL_SIGMAS,
-    missing: Missing = "0.8",
+    sigma: Sigma | None = None,
+    missing: Missing | None = None,
     prior: Annotated[str, Parameter(help="Name of a shipped prior, or a file.")] = "r1",
     steps: Annotated[int, Parameter(help="Number of steps I; 2 I parameters are learned.")] = 10,
     data: Annotated[
@@ -54,16 +55,22 @@ def learn_schedule(
 ) -> None:
     """Learn the smoothing t and the step size of every step, on pairs of clean and degraded crops.
 
-    One schedule is learned for every noise level σ (or share of missing pixels), and `denoise` and
-    `evaluate` interpolate between them. The file is written after every level.
+    One schedule is learned for every noise level σ (5, 10, 15, 25, 35, 50 and 75 of 255 unless told)
+    or share of missing pixels (0.5 and 0.8), and `denoise` and `evaluate` interpolate between them.
+    The file is written after every level.
 
     With `--finetune model` all parameters of the prior are learned too, for all noise levels (or
     shares) of its schedules at once (those with this number of steps, or --start); the model is
-    written to --out and its schedules beside it.
+    written to --out and its schedules beside it. The levels take turns, or those of --sigma (or
+    --missing) do where given: one that is named twice counts twice. Under torchrun the processes
+    share a batch.
 
     **Example:** `gncprior learn-schedule --prior r1 --sigma 15/255,25/255 --steps 10 --data pictures`
     """
-    levels = parse_levels(sigma) if task == "denoise" else parse_shares(missing)
+    if task == "denoise":
+        named = None if sigma is None else parse_levels(sigma)
+    else:
+        named = None if missing is None else parse_shares(missing)
     if finetune == "model" and out is None:
         raise GncpriorError("Say with --out where the fine-tuned model is to be written.")
 
@@ -84,12 +91,13 @@ def learn_schedule(
         if first is None:
             first = load_schedules(schedules_path(prior, task, steps), model)
         settings = Settings(
-            steps=iterations, batch=batch, size=size, seed=seed,
-            lr_filters=rate * Settings.lr_filters, lr_splines=rate * Settings.lr_splines,
-            lr_schedules=rate * Settings.lr_schedules,
+            steps=iterations, batch=batch, size=size, seed=seed, turns=tuple(named or ()),
+            lr=rate * Settings.lr, lr_schedules=rate * Settings.lr_schedules,
         )  # fmt: skip
         _fine_tune(model, first, (training, validation), settings, name, out)
         return
+
+    levels = named or (parse_levels(ALL_SIGMAS) if task == "denoise" else ALL_SHARES)
 
     def save(schedules: Schedules) -> None:
         about = {"prior": name, "prior_sha256": fingerprint(model), **schedules.info}
@@ -118,26 +126,36 @@ def _fine_tune(
     from gncprior.finetuning import fine_tune
     from gncprior.unrolled import Schedules, fingerprint, schedules_path
     from gncprior.unrolled_learning import scores_of
+    from gncprior.workers import Workers
 
     file = schedules_path(out, schedules.task, schedules.steps)
-    before = scores_of(prior, images[1], schedules, settings.size)
+    training, validation = images
+    before = scores_of(prior, validation, schedules, settings.size)
+    after = before
 
     def save(model: "Prior", learned: Schedules) -> None:
-        about = {"fine-tuned from": name, "settings": asdict(settings)}
+        nonlocal after
+        after = scores_of(model, validation, learned, settings.size)
         scores = {
             level: {"validation": score, "validation before": before[level]}
-            for level, score in scores_of(model, images[1], learned, settings.size).items()
+            for level, score in after.items()
         }
-        save_prior(out, model, {**about, "scores": scores})
-        about |= {"scores": scores, "prior": out.stem, "prior_sha256": fingerprint(model)}
+        about = {"fine-tuned from": name, "settings": asdict(settings), "scores": scores}
+        save_prior(out, model, about)
+        about |= {"prior": out.stem, "prior_sha256": fingerprint(model)}
         replace(learned, info=about).save(file)
 
-    with progress_bar(settings.steps, "batches") as advance:
-        model, learned = fine_tune(
-            prior, schedules, images[0], settings, save=save, callback=lambda _: advance()
-        )
+    with Workers("cpu") as workers:
+        first = workers.rank == 0
+        with progress_bar(settings.batches, "batches") if first else nullcontext() as advance:
+            fine_tune(
+                prior, schedules, training, settings, workers=workers, save=save,
+                callback=None if advance is None else lambda _: advance(),
+            )  # fmt: skip
+    if not first:
+        return
     print(f"{'level':>10} {'PSNR':>10} {'at start':>10}")
-    for level, score in scores_of(model, images[1], learned, settings.size).items():
+    for level, score in after.items():
         print(f"{level:>10} {score:10.3f} {before[level]:10.3f}")
     print(f"  wrote {out}\n  wrote {file}")
 
