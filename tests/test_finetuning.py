@@ -9,7 +9,8 @@ import torch
 from small import smooth_images, tiny
 
 from gncprior import GncpriorError
-from gncprior.convexity import flat_curvature
+from gncprior.calibration import time_slopes
+from gncprior.convexity import flat_curvature, smallest_curvature
 from gncprior.datasets import Dataset
 from gncprior.fidelity import Denoising
 from gncprior.finetuning import FineTuning, Settings, _problem, fine_tune, on_one_scale
@@ -86,6 +87,20 @@ def test_fine_tuning_is_repeatable_and_saves_on_its_way():
     assert len(saved) == 4  # after batch 2 and at the end, twice
     for p, q in zip(one.parameters(), other.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+def test_a_fine_tuned_model_is_convex_at_t_max_and_calibrated():
+    prior, schedules, run = fine_tuning(6, looks=2, lr=0.05)
+    tuned, _ = fine_tune(prior, schedules, smooth_images(), run.settings)
+    x = smooth_images().tensor(0)[0, :, :12, :12]
+    assert smallest_curvature(tuned, x, tuned.t_hat_range[1])[0] > -1e-5
+    images = [smooth_images().tensor(k)[0] for k in range(len(smooth_images()))]
+    t_hats = torch.linspace(*tuned.t_hat_range, 9)[1:-1]
+    slopes = time_slopes(tuned, images, t_hats, seed=5).mean(0)
+    while run.number < run.settings.batches:
+        run.step()
+    raw = time_slopes(run.result()[0], images, t_hats, seed=5).mean(0)
+    assert slopes.abs().max() < 0.3 * raw.abs().max()
 
 
 def test_fine_tuning_shortens_gradients_that_are_out_of_the_way():

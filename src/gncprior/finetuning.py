@@ -36,13 +36,14 @@ from torch import Tensor
 
 from gncprior.buffers import Buffers
 from gncprior.calibration import centre
-from gncprior.convexity import flat_curvature
+from gncprior.convexity import flat_curvature, settle_at_t_max, steady_at_t_max
 from gncprior.datasets import Dataset
 from gncprior.errors import GncpriorError
 from gncprior.fidelity import Denoising, Inpainting
 from gncprior.natural_gradient import NaturalGradient
 from gncprior.optimizers import AdaBelief, Average, cosine
 from gncprior.prior import Prior
+from gncprior.training import calibrate_all
 from gncprior.unrolled import DENOISE, INPAINT, Schedules, unroll
 from gncprior.unrolled_adjoint import Problem, make_problem, squared_error
 from gncprior.unrolled_learning import Parameters, scores_of
@@ -282,8 +283,9 @@ def fine_tune(
     save_every: int = 200,
     callback: Callable[[Progress], None] | None = None,
 ) -> tuple[Prior, Schedules]:
-    """All batches of a run; ``save`` gets what there is from time to time, and at the end.
+    """All batches of a run; ``save`` gets what there is from time to time, and the result at the end.
 
+    The result is convex at t_max and calibrated in t̂, as after training, so that the joint scheme works with it.
     Of several processes the first one saves.
     """
     run = FineTuning(prior, schedules, training, settings, workers)
@@ -293,9 +295,15 @@ def fine_tune(
         progress = run.step()
         if callback is not None:
             callback(progress)
-        if save is not None and (run.number % save_every == 0 or run.number == settings.batches):
+        if save is not None and run.number % save_every == 0:
             save(*run.result())
-    return run.result()
+    tuned, learned = run.result()
+    settle_at_t_max(tuned)
+    steady_at_t_max(tuned)
+    calibrate_all(tuned, training, convex=True)
+    if save is not None:
+        save(tuned, learned)
+    return tuned, learned
 
 
 def _problem(task: str, x: Tensor, noise: Tensor, levels: Tensor, scales: Tensor) -> Problem:
