@@ -64,11 +64,11 @@ class Settings:
     batch: int = 14
     size: int = 64
     chunk: int = 4  # images at a time, to stay in cache
-    lr: float = 4e-4
-    lr_schedules: float = 4e-3
+    lr: float = 2e-4
+    lr_schedules: float = 3e-3
     lr_end: float = 0.02
     warmup: int = 30
-    average: float = 0.98
+    average: float = 0.985
     half: bool = True  # inner filters multiply in bfloat16, where the processor has that
     seed: int = 0
     turns: tuple[float, ...] = ()  # levels in the order they take turns; none for each once
@@ -119,9 +119,9 @@ class FineTuning:
         filters, splines = list(self.prior.filters), [s.weight for s in self.prior._splines()]
         schedule = [s.free for s in self.schedules]
         self.model = [
-            NaturalGradient(filters, damping=3e-3),
+            NaturalGradient(filters, damping=1e-3),
             # parts of splines that few images reach must not move far for one that does
-            NaturalGradient(splines, damping=0.1),
+            NaturalGradient(splines, damping=1e-2),
         ]
         self.schedule = AdaBelief(schedule)
         self.tensors = [*filters, *splines, *schedule]
@@ -166,12 +166,12 @@ class FineTuning:
         if not self._clip():  # a model that blows images up would not learn any more
             self.average.copy_to([t.detach() for t in self.tensors])
         elif step < 0:
-            for part in self.model:
-                part.look()
+            for optimizer in self.model:
+                optimizer.look()
         else:
             factor = cosine(step, settings.steps, settings.lr_end, settings.warmup)
-            for part in self.model:
-                part.step(settings.lr * factor)
+            for optimizer in self.model:
+                optimizer.step(settings.lr * factor)
             self.schedule.param_groups[0]["lr"] = settings.lr_schedules * factor
             self.schedule.step()
             self.average.update()

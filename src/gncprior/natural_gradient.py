@@ -35,7 +35,7 @@ class NaturalGradient:
     def __init__(
         self,
         tensors: Sequence[Tensor],
-        damping: float = 3e-3,
+        damping: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.995),
     ) -> None:
         self.damping, self.betas = damping, betas
