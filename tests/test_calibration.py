@@ -5,8 +5,17 @@ import math
 import pytest
 import torch
 
-from gncprior.calibration import calibrate, centre, first_minimum, noise_level, time_slopes
+from gncprior.calibration import (
+    calibrate,
+    centre,
+    first_minimum,
+    noise_level,
+    set_pace,
+    time_slopes,
+)
+from gncprior.fidelity import Inpainting
 from gncprior.prior import Architecture, Prior
+from gncprior.solvers import solve_joint
 
 
 def quadratic_prior(layers: int = 1, scaled: bool = False) -> Prior:
@@ -33,6 +42,35 @@ def test_calibration_makes_the_mean_time_slope_vanish_and_keeps_the_gradient(lay
     assert fresh.abs().max() < 0.03
     after = prior.grad(y, -3.0)
     assert (after - before).abs().max() < 1e-4 * before.abs().max()
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_at_a_pace_the_joint_scheme_takes_the_steps_of_the_predefined_one(layers):
+    prior = quadratic_prior(layers)
+    low, high = prior.t_hat_range
+    generator = torch.Generator().manual_seed(0)
+    waves = torch.linspace(0, 12, 40).sin()[:, None] * torch.linspace(0, 9, 36).cos()
+    problems = []
+    for contrast in (0.2, 0.3, 0.4):
+        x = 0.5 + contrast * waves[None, None]
+        fidelity = Inpainting(x, torch.rand(x.shape, generator=generator) < 0.5)
+        problems.append((fidelity, fidelity.start()))
+    y = torch.randn(2, 1, 20, 24, generator=generator)
+    before = prior.grad(y, -3.0)
+    found = set_pace(prior, problems, 40)
+    assert found["pace"] == pytest.approx((high - low) / 39)
+    assert found["largest_deviation_before"] > 0.1
+    assert found["largest_deviation_after"] < 0.02
+    assert (prior.grad(y, -3.0) - before).abs().max() < 1e-4 * before.abs().max()
+    _, middle = problems[1]
+    ends = {}
+    solve_joint(
+        prior, problems[1][0], middle, high, max_iter=60,
+        callback=lambda s: ends.update({s.iteration: float(s.t_hat)}),
+    )  # fmt: skip
+    for iteration in (10, 20, 30):
+        assert ends[iteration] == pytest.approx(high - iteration * found["pace"], abs=0.7)
+    assert ends[60] == pytest.approx(low)
 
 
 @pytest.mark.parametrize("scaled", [False, True])

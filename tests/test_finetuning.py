@@ -14,7 +14,10 @@ from gncprior.convexity import flat_curvature, smallest_curvature
 from gncprior.datasets import Dataset
 from gncprior.fidelity import Denoising
 from gncprior.finetuning import FineTuning, Settings, _problem, fine_tune, on_one_scale
+from gncprior.prior import Architecture, Prior
+from gncprior.solvers import solve_joint
 from gncprior.unrolled import Schedules, unroll
+from gncprior.unrolled_adjoint import make_problem
 from gncprior.unrolled_learning import scores_of, start_schedule
 from gncprior.workers import Workers
 
@@ -101,6 +104,22 @@ def test_a_fine_tuned_model_is_convex_at_t_max_and_calibrated():
         run.step()
     raw = time_slopes(run.result()[0], images, t_hats, seed=5).mean(0)
     assert slopes.abs().max() < 0.3 * raw.abs().max()
+
+
+def test_a_model_fine_tuned_to_inpaint_has_a_pace():
+    """The joint scheme goes down with it, from t_max to t_min in about 25 steps, for one layer."""
+    wild, schedules, run = fine_tuning(2, "inpaint", looks=2)
+    fine_tune(wild, schedules, smooth_images(), run.settings)  # images blow up, nothing else
+    prior = Prior(Architecture(filters=8, first_size=3)).start(gain=1.0, spread=0.05)
+    tuned, _ = fine_tune(prior, schedules, smooth_images(), run.settings)
+    low, high = tuned.t_hat_range
+    problem = make_problem(
+        "inpaint", 0.8, smooth_images().tensor(2), torch.Generator().manual_seed(3)
+    )
+    halfway = solve_joint(tuned, problem.fidelity, problem.x0, high, max_iter=12).t_hat
+    assert float(halfway) == pytest.approx((low + high) / 2, abs=0.15 * (high - low))
+    end = solve_joint(tuned, problem.fidelity, problem.x0, high, max_iter=50).t_hat
+    assert float(end) == pytest.approx(low)
 
 
 def test_fine_tuning_shortens_gradients_that_are_out_of_the_way():

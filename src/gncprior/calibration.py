@@ -7,7 +7,8 @@ the feature, C(t̂), is chosen such that
 
 .. math:: C'(\hat t) = −E\, ∂_{\hat t}R(y,\hat t)\,/\,\text{pixels},
 
-per pixel, so that it holds at every image size, and without any change of ∇_x R.
+per pixel, so that it holds at every image size, and without any change of ∇_x R.  For priors fine-tuned to
+inpaint, :func:`set_pace` chooses C such that the joint scheme takes its time.
 
 With one layer the part of the potentials that is linear in the feature is as free: Σ_p (K x)_p = ⟨Kᵀ1, x⟩,
 and Kᵀ1 = 0 for zero-mean filters but for a border as wide as they are, where it pulls at every picture, a
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from gncprior.buffers import Buffers
+from gncprior.fidelity import Fidelity
 from gncprior.filters import convolve
 from gncprior.prior import Prior
 from gncprior.splines import BASIS, ORDER, soft_histogram, time_basis
@@ -80,17 +82,58 @@ def calibrate(
     grid = prior.architecture.t_grid
     t_hats = torch.linspace(grid.low, grid.high, points, dtype=torch.float64)
     before = time_slopes(prior, images, t_hats, seed).mean(0)
-    # C = Σ_o δ_o β_o(t̂): least squares for C' = −slope; the constant, which C' does not see, stays 0
-    basis = time_basis(t_hats, grid, order=1)
-    delta = torch.linalg.lstsq(basis, -before[:, None], driver="gelsd").solution[:, 0]
-    last = prior._splines()[-1]
-    # a constant in x is a constant in all weights; the filters share it
-    last.weight.add_((delta / len(last.weight)).to(last.weight)[None, :, None])
-    after = before + basis @ delta
+    after = before + _add_constants(prior, t_hats, -before)
     return {
         "mean_time_slope_before": float(before.abs().max()),
         "mean_time_slope_after": float(after.abs().max()),
     }
+
+
+@torch.no_grad()
+def set_pace(
+    prior: Prior, problems: Sequence[tuple[Fidelity, Tensor]], steps: int
+) -> dict[str, float]:
+    """Fit C(t̂) such that joint minimisation goes from t̂_max to t̂_min in about so many steps.
+
+    In a prior that was fine-tuned to inpaint t is no noise level any more, and what ∂R/∂t̂ says of noisy images
+    has no meaning for the images between.  Here it is fitted on these: along the predefined scheme on
+    problems (D, x_0), ∂R/∂t̂ per pixel becomes the distance of its t̂_i on average, so that the step
+    t̂ − ∂_t̂R/d of the joint scheme is one of the predefined scheme.  Where that diverges, nothing is changed.
+    """
+    low, high = prior.t_hat_range
+    t_hats = torch.linspace(high, low, steps, dtype=torch.float64)
+    buffers, means = Buffers(), []
+    for fidelity, x in problems:
+        slopes = torch.zeros_like(t_hats)
+        for i, t_hat in enumerate(t_hats.tolist()):
+            _, grad, slope = prior.joint_grad(x, t_hat, buffers=buffers, half=True)
+            slopes[i] = float(slope.sum()) * x.shape[1] / x.numel()
+            x = fidelity.prox(x - math.exp(t_hat) * grad, math.exp(t_hat))
+        if slopes.isfinite().all():  # else steps e^t̂ are too long for this prior
+            means.append(slopes)
+    pace = (high - low) / (steps - 1)
+    if not means:
+        return {"pace": math.inf}
+    slopes = torch.stack(means).mean(0)
+    after = slopes + _add_constants(prior, t_hats, pace - slopes)
+    return {
+        "pace": pace,
+        "largest_deviation_before": float((slopes - pace).abs().max()),
+        "largest_deviation_after": float((after - pace).abs().max()),
+    }
+
+
+def _add_constants(prior: Prior, t_hats: Tensor, wanted: Tensor) -> Tensor:
+    """Add C(t̂) with C' as close to what is wanted at t̂ as the knots allow, and return that C'.
+
+    C = Σ_o δ_o β_o(t̂) by least squares; the constant, which C' does not see, stays 0.
+    """
+    basis = time_basis(t_hats, prior.architecture.t_grid, order=1)
+    delta = torch.linalg.lstsq(basis, wanted[:, None], driver="gelsd").solution[:, 0]
+    last = prior._splines()[-1]
+    # a constant in x is a constant in all weights; the filters share it
+    last.weight.add_((delta / len(last.weight)).to(last.weight)[None, :, None])
+    return basis @ delta
 
 
 @torch.no_grad()

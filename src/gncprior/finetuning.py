@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from gncprior.buffers import Buffers
-from gncprior.calibration import centre
+from gncprior.calibration import centre, set_pace
 from gncprior.convexity import flat_curvature, settle_at_t_max, steady_at_t_max
 from gncprior.datasets import Dataset
 from gncprior.errors import GncpriorError
@@ -52,6 +52,10 @@ from gncprior.workers import Workers
 NOISE, MOST = 0.1, 2.0  # σ that images are scaled to, and the largest scale
 LONGEST = 2.5  # η times the curvature of flat images, in inpainting
 MIDDLE = 128  # pixels along an edge of what tells how hard an image is
+# Steps of the joint scheme with that share of pixels missing: with one layer slopes differ more between
+# pictures, and on a slow way down some would come to rest.
+PACE, PACE_OF_ONE_LAYER, PACE_SHARE = 60, 25, 0.8
+PACE_IMAGES, PACE_SIZE = 16, 96  # what the pace is measured on
 EASIEST = 0.1  # times the mean error, so that no flat image counts for all
 
 
@@ -285,8 +289,8 @@ def fine_tune(
 ) -> tuple[Prior, Schedules]:
     """All batches of a run; ``save`` gets what there is from time to time, and the result at the end.
 
-    The result is convex at t_max and calibrated in t̂, as after training, so that the joint scheme works with it.
-    Of several processes the first one saves.
+    The result is convex at t_max and calibrated in t̂, as after training, or has a pace for inpainting, so that
+    the joint scheme works with it.  Of several processes the first one saves.
     """
     run = FineTuning(prior, schedules, training, settings, workers)
     if run.workers.rank:
@@ -298,12 +302,26 @@ def fine_tune(
         if save is not None and run.number % save_every == 0:
             save(*run.result())
     tuned, learned = run.result()
-    settle_at_t_max(tuned)
-    steady_at_t_max(tuned)
-    calibrate_all(tuned, training, convex=True)
+    complete(tuned, training, learned.task)
     if save is not None:
         save(tuned, learned)
     return tuned, learned
+
+
+def complete(prior: Prior, training: Dataset, task: str) -> dict[str, float]:
+    """Make a fine-tuned prior convex at t_max, and calibrate it or set its pace; see :func:`fine_tune`."""
+    settle_at_t_max(prior)
+    steady_at_t_max(prior)
+    if task == DENOISE:
+        return calibrate_all(prior, training, convex=True)
+    centre(prior)
+    images = training.cropped(PACE_SIZE)
+    generator = torch.Generator().manual_seed(0)
+    problems = []
+    for k in range(0, len(images), -(-len(images) // PACE_IMAGES)):
+        problem = make_problem(task, PACE_SHARE, images.tensor(k), generator)
+        problems.append((problem.fidelity, problem.x0))
+    return set_pace(prior, problems, PACE if prior.architecture.layers > 1 else PACE_OF_ONE_LAYER)
 
 
 def _problem(task: str, x: Tensor, noise: Tensor, levels: Tensor, scales: Tensor) -> Problem:
