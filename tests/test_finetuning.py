@@ -252,3 +252,13 @@ def test_levels_that_are_named_twice_count_twice():
     assert run.turns.tolist() == [2, 0, 2]
     with pytest.raises(GncpriorError, match="and no others"):
         fine_tuning(1, turns=(0.3,))
+
+
+def test_spread_steps_begin_where_they_were():
+    losses, gaps = [], []
+    for spread in (False, True):
+        _, _, run = fine_tuning(1, turns=(0.1,), spread=spread)
+        losses.append(run.step().loss)
+        gaps.append(float(run.result()[1].t_hats[1].diff().abs()))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert gaps[1] > 1.5 * gaps[0]

@@ -21,7 +21,7 @@ ROOMS = """
     solvers unrolled
     tangents score_matching calibration balance noise_reading convexity deepening
     optimizers natural_gradient datasets gauges runs workers training
-    unrolled_adjoint unrolled_learning finetuning
+    unrolled_adjoint unrolled_learning retiming finetuning
     restore evaluation
     plots inspection interop experiments web
     cli __main__

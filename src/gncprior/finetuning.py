@@ -43,6 +43,7 @@ from gncprior.fidelity import Denoising, Inpainting
 from gncprior.natural_gradient import NaturalGradient
 from gncprior.optimizers import AdaBelief, Average, cosine
 from gncprior.prior import Prior
+from gncprior.retiming import spread_times
 from gncprior.training import calibrate_all
 from gncprior.unrolled import DENOISE, INPAINT, Schedules, unroll
 from gncprior.unrolled_adjoint import Problem, make_problem, squared_error
@@ -73,6 +74,7 @@ class Settings:
     lr_end: float = 0.02
     warmup: int = 30
     average: float = 0.985
+    spread: bool = False  # give every step potentials of its own first
     half: bool = True  # inner filters multiply in bfloat16, where the processor has that
     seed: int = 0
     turns: tuple[float, ...] = ()  # levels in the order they take turns; none for each once
@@ -112,6 +114,8 @@ class FineTuning:
         self.usual_errors = self._errors(prior, schedules)
         if self.task == DENOISE and schedules.scales is None:
             schedules = on_one_scale(schedules)
+        if settings.spread:
+            prior, schedules = spread_times(prior, schedules, self._middle_level())
         ones = torch.ones_like(self.levels)
         self.scales = ones if schedules.scales is None else schedules.scales
         self.prior = copy.deepcopy(prior).requires_grad_(True)
@@ -233,6 +237,9 @@ class FineTuning:
         self._usual += 0.05 * (min(length, limit) - self._usual) if self._usual else length
         return True
 
+    def _middle_level(self) -> float:
+        return float(self.levels[len(self.levels) // 2])
+
     def _errors(self, prior: Prior, schedules: Schedules) -> Tensor:
         """The mean squared error of every image at every level, (images, S).
 
@@ -240,7 +247,7 @@ class FineTuning:
         """
         scores = scores_of(prior, self.training, schedules, self.settings.size, count=16)
         errors = 10 ** (-torch.tensor(list(scores.values()), dtype=torch.float64) / 10)
-        level = float(self.levels[len(self.levels) // 2])
+        level = self._middle_level()
         energy, schedule = schedules.prior_at(prior, level), schedules.at(level)
         generator = torch.Generator().manual_seed(self.settings.seed)
         middles = self.training.cropped(MIDDLE)

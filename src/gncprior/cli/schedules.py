@@ -47,6 +47,9 @@ def learn_schedule(
     iterations: Annotated[int, Parameter(help="Batches to fine-tune a model on.")] = 2000,
     batch: Annotated[int, Parameter(help="Crops in such a batch.")] = 14,
     rate: Annotated[float, Parameter(help="Factor of the learning rates of fine-tuning.")] = 1.0,
+    spread: Annotated[
+        bool, Parameter(help="Fine-tuning: give every step potentials of its own in t first.")
+    ] = False,
     threads: Threads = None,
     out: Annotated[
         Path | None,
@@ -91,7 +94,7 @@ def learn_schedule(
         if first is None:
             first = load_schedules(schedules_path(prior, task, steps), model)
         settings = Settings(
-            steps=iterations, batch=batch, size=size, seed=seed, turns=tuple(named or ()),
+            steps=iterations, batch=batch, size=size, seed=seed, turns=tuple(named or ()), spread=spread,
             lr=rate * Settings.lr, lr_schedules=rate * Settings.lr_schedules,
         )  # fmt: skip
         _fine_tune(model, first, (training, validation), settings, name, out)
