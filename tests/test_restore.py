@@ -327,6 +327,7 @@ def test_the_best_prior_is_the_one_that_scored_best_of_those_with_a_schedule(tmp
     assert restore._best("best", 1, "denoise") == restore._best("best", 5, "denoise") == "r3"
     ship("r1-denoise", "r1-denoise-denoise-10", "r3-denoise")  # fine-tuned; one without schedules
     assert restore._best("fast", 1, "denoise") == "r1-denoise"
+    assert restore._best("fast", 1, "denoise", "tweedie") == "r1"  # whose t is a noise level
     assert restore._best("best", 1, "denoise") == "r3"  # which is better still
     scores["r1-denoise"] = 28.5
     assert restore._best("best", 1, "denoise") == "r1-denoise"

@@ -92,7 +92,7 @@ def denoise(
         result.write(index, part.inner, x[(..., *part.crop)])
 
     def scheme(index: tuple[int, ...]) -> Scheme:
-        model, name = _choose(prior, quality, pictures, index, DENOISE)
+        model, name = _choose(prior, quality, pictures, index, DENOISE, method)
         return _scheme(DENOISE, levels[index], model, name, quality, method, half)
 
     _each_part(pictures, tile, scheme, solve, progress)
@@ -142,7 +142,7 @@ def inpaint(
         result.write(index, part.inner, x[inside], where=unknown[inside])
 
     def scheme(index: tuple[int, ...]) -> Scheme:
-        model, name = _choose(prior, quality, pictures, index, INPAINT)
+        model, name = _choose(prior, quality, pictures, index, INPAINT, method)
         chosen = _scheme(INPAINT, shares[index] or 0.5, model, name, quality, method, half)
         return replace(chosen, fill=_mean_of_known(pictures, index, masks[index]))
 
@@ -277,6 +277,7 @@ def _choose(
     pictures: Pictures,
     index: tuple[int, ...] | None,
     task: str,
+    method: Method = "auto",
 ) -> tuple[Prior, str | Path | None]:
     """The prior for a picture and, where it has one, the name by which its schedules are found.
 
@@ -290,7 +291,8 @@ def _choose(
     else:
         name = prior
         if prior == "auto":
-            name = _best(quality, colours if index is None else pictures.hues(index), task)
+            seen = colours if index is None else pictures.hues(index)
+            name = _best(quality, seen, task, method)
         model = _load(name)
     channels = model.architecture.channels
     if channels not in (1, colours):
@@ -300,11 +302,12 @@ def _choose(
     return model, name
 
 
-def _best(quality: Quality, colours: int, task: str) -> str:
+def _best(quality: Quality, colours: int, task: str, method: Method = "auto") -> str:
     """The prior whose learned schedules for the task scored best, or the shallowest if it should be fast.
 
     A picture of three colours gets a prior for colour that has schedules, and where there is none a prior
     for grey, channel by channel; priors fine-tuned for the task compete with the others of their depth.
+    Those that denoise do so with their learned steps only: their t is no noise level any more.
     Depth, and colour, pay only with a schedule: they make a step dear, and the few steps of a predefined
     schedule do not use them.
     """
@@ -314,7 +317,8 @@ def _best(quality: Quality, colours: int, task: str) -> str:
         """Name → depth."""
         return {n: int(match[1]) for n in names if (match := re.fullmatch(pattern, n))}
 
-    grey = rf"r(\d+)(?:-{task})?"
+    tuned = task == INPAINT or method in ("auto", "learned")
+    grey = rf"r(\d+)(?:-{task})?" if tuned else r"r(\d+)"
     for pattern in (r"r(\d+)-rgb", grey) if colours == 3 else (grey,):
         ready = {n: depth for n, depth in known(pattern).items() if _learned(n, task)}
         if quality == "fast":
