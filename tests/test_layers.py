@@ -19,7 +19,7 @@ ROOMS = """
     prior tiles checkpoints sensitivities passes
     fidelity
     solvers unrolled
-    tangents score_matching calibration balance noise_reading convexity deepening
+    tangents score_matching calibration balance noise_reading convexity tails deepening
     optimizers natural_gradient datasets gauges runs workers training
     unrolled_adjoint unrolled_learning retiming finetuning
     restore evaluation

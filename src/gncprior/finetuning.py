@@ -44,6 +44,7 @@ from gncprior.natural_gradient import NaturalGradient
 from gncprior.optimizers import AdaBelief, Average, cosine
 from gncprior.prior import Prior
 from gncprior.retiming import spread_times
+from gncprior.tails import straighten_tails
 from gncprior.training import calibrate_all
 from gncprior.unrolled import DENOISE, INPAINT, Schedules, unroll
 from gncprior.unrolled_adjoint import Problem, make_problem, squared_error
@@ -180,6 +181,7 @@ class FineTuning:
             factor = cosine(step, settings.steps, settings.lr_end, settings.warmup)
             for optimizer in self.model:
                 optimizer.step(settings.lr * factor)
+            straighten_tails(self.prior)
             self.schedule.param_groups[0]["lr"] = settings.lr_schedules * factor
             self.schedule.step()
             self.average.update()
@@ -319,6 +321,7 @@ def complete(prior: Prior, training: Dataset, task: str) -> dict[str, float]:
     """Make a fine-tuned prior convex at t_max, and calibrate it or set its pace; see :func:`fine_tune`."""
     settle_at_t_max(prior)
     steady_at_t_max(prior)
+    straighten_tails(prior)
     if task == DENOISE:
         return calibrate_all(prior, training, convex=True)
     centre(prior)

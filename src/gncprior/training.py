@@ -38,6 +38,7 @@ from gncprior.prior import Architecture, Prior
 from gncprior.recipes import Recipe
 from gncprior.runs import Event, RunFolder
 from gncprior.score_matching import ScoreMatching
+from gncprior.tails import straighten_tails
 from gncprior.workers import Workers, signals
 
 MAX_SKIPPED = 5  # steps in a row without a finite gradient
@@ -139,6 +140,7 @@ class State:
         self.optimizer.step()
         if self.recipe.convex:
             settle_at_t_max(self.prior)
+        straighten_tails(self.prior)
         self.average.update()
         return True
 
