@@ -22,7 +22,7 @@ ROOMS = """
     tangents score_matching calibration balance noise_reading convexity tails deepening
     optimizers natural_gradient datasets gauges runs workers training
     unrolled_adjoint unrolled_learning retiming finetuning
-    restore evaluation
+    doubts restore evaluation
     plots inspection interop experiments web
     cli __main__
 """.split()  # noqa: SIM905  (one line per floor reads better)

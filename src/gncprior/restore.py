@@ -12,7 +12,8 @@ levels of a byte picture.  Pictures are (…, H, W), leading axes being a stack;
 axis holds colours, and of 2 or 4 channels the last is alpha, which is kept.  Three colours are restored
 together by a prior for colour, where one with a schedule for the task is shipped, and else one by one.
 
-``quality="best"`` takes the prior that scored best of those with a learned schedule; "fast" the shallowest.
+``quality="best"`` takes the prior that scored best of those with a learned schedule; "fast" the shallowest,
+which also gives a second opinion where the result of the best is in doubt (:mod:`gncprior.doubts`).
 Without a learned schedule a predefined one serves: t̂ from log σ² down by 3 in 4 steps, or the one step of
 Tweedie's formula; for inpainting from t̂_max to t̂_min in 60 steps, or in 30 from t = 0.1 (docs/restoring.md
 says what was tried).
@@ -23,7 +24,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -35,6 +36,7 @@ from torch import Tensor
 from gncprior.arrays import Pictures, copy_of, masks_like
 from gncprior.calibration import joint_noise_level
 from gncprior.checkpoints import SUFFIX, WEIGHTS, load_prior
+from gncprior.doubts import overshoot_doubt, residual_doubt
 from gncprior.errors import GncpriorError
 from gncprior.fidelity import Denoising, Fidelity, Inpainting
 from gncprior.noise_reading import Reading, load, reading_path
@@ -52,6 +54,7 @@ Progress = Callable[[int, int], None]  # parts done, parts in all
 TILE = 2048  # a tile of floats takes 16 MB, and the solver holds some six of them
 GAUGE = "r1"  # the prior that noise levels are estimated with
 TEXTURE = 0.0035  # what texture adds to a noise level on average, nearly the same at every σ
+CLEARLY = 0.8  # of a doubt, that of a second opinion is at most
 _ESTIMATE_TILE, _ESTIMATE_TILES = 512, 16  # more pixels make the estimate no better
 
 
@@ -85,17 +88,19 @@ def denoise(
     for index in pictures:
         levels[index] = _estimate(pictures, index, *_gauge())[0] if sigma is None else float(sigma)
 
-    def solve(index: tuple[int, ...], part: Tile, scheme: Scheme) -> None:
+    def solve(index: tuple[int, ...], part: Tile, scheme: Scheme) -> float:
         z = pictures.read(index, part.outer)
         pictures.check_finite(index, part.outer, z)
         x = scheme.run(z, lambda z: Denoising(z, levels[index]), trace)
-        result.write(index, part.inner, x[(..., *part.crop)])
+        inside = (..., *part.crop)
+        result.write(index, part.inner, x[inside])
+        return residual_doubt(x[inside], z[inside], levels[index])
 
-    def scheme(index: tuple[int, ...]) -> Scheme:
-        model, name = _choose(prior, quality, pictures, index, DENOISE, method)
-        return _scheme(DENOISE, levels[index], model, name, quality, method, half)
+    def schemes(index: tuple[int, ...]) -> Iterator[Scheme]:
+        for model, name in _choose(prior, quality, pictures, index, DENOISE, method):
+            yield _scheme(DENOISE, levels[index], model, name, quality, method, half)
 
-    _each_part(pictures, tile, scheme, solve, progress)
+    _each_picture(result, tile, schemes, solve, progress, trace)
     return result.array
 
 
@@ -127,26 +132,29 @@ def inpaint(
     if any(masks[index].all(axis=(-2, -1)).any() for index in pictures):
         raise GncpriorError("The mask marks every pixel as unknown: nothing is observed.")
 
-    def solve(index: tuple[int, ...], part: Tile, scheme: Scheme) -> None:
+    def solve(index: tuple[int, ...], part: Tile, scheme: Scheme) -> float:
         unknown = torch.from_numpy(np.array(masks[(*index, slice(None), *part.outer)]))
         if not bool(unknown[(..., *part.crop)].any()):
-            return
+            return 0.0
         z = pictures.read(index, part.outer)
         unknown = unknown.to(z.device)
         pictures.check_finite(index, part.outer, z, hidden=unknown)
         z = torch.where(unknown, torch.as_tensor(scheme.fill).to(z), z)
-        x = z
+        x, doubt = z, 0.0
         if not bool(unknown.flatten(1).all(1).any()):  # else a hole larger than the tile
             x = scheme.run(z, lambda z: Inpainting(z, unknown.reshape(z.shape).to(z.device)), trace)
+            doubt = overshoot_doubt(x, z, unknown)
         inside = (..., *part.crop)
         result.write(index, part.inner, x[inside], where=unknown[inside])
+        return doubt
 
-    def scheme(index: tuple[int, ...]) -> Scheme:
-        model, name = _choose(prior, quality, pictures, index, INPAINT, method)
-        chosen = _scheme(INPAINT, shares[index] or 0.5, model, name, quality, method, half)
-        return replace(chosen, fill=_mean_of_known(pictures, index, masks[index]))
+    def schemes(index: tuple[int, ...]) -> Iterator[Scheme]:
+        fill = _mean_of_known(pictures, index, masks[index])
+        for model, name in _choose(prior, quality, pictures, index, INPAINT, method):
+            chosen = _scheme(INPAINT, shares[index] or 0.5, model, name, quality, method, half)
+            yield replace(chosen, fill=fill)
 
-    _each_part(pictures, tile, scheme, solve, progress)
+    _each_picture(result, tile, schemes, solve, progress, trace)
     return result.array
 
 
@@ -177,7 +185,8 @@ def noise_levels(
     Without one it is 1/√(∂²R/∂t̂²), and what texture is usually taken for noise.
     """
     pictures = Pictures(image, channel_axis, data_range)
-    model, name = _choose(GAUGE if prior == "auto" else prior, "fast", pictures, None, DENOISE)
+    chosen = _choose(GAUGE if prior == "auto" else prior, "fast", pictures, None, DENOISE)
+    model, name = next(chosen)
     reading = None if name is None else load(reading_path(name), model)
     found = np.array([_estimate(pictures, index, model, reading) for index in pictures])
     levels, errors = (found[:, k].reshape(pictures.view.shape[:-3]) for k in (0, 1))
@@ -278,28 +287,33 @@ def _choose(
     index: tuple[int, ...] | None,
     task: str,
     method: Method = "auto",
-) -> tuple[Prior, str | Path | None]:
+) -> Iterator[tuple[Prior, str | Path | None]]:
     """The prior for a picture and, where it has one, the name by which its schedules are found.
 
-    The choice is made for every picture of a stack: it depends on whether that one has colours.
+    The choice is made for every picture of a stack: it depends on whether that one has colours.  Where it
+    is left to us, the shallowest prior comes second, for an opinion on results that are in doubt.
     """
-    colours = pictures.colours
     if quality not in ("fast", "best"):
         raise GncpriorError(f'The quality is "fast" or "best", not {quality!r}.')
     if isinstance(prior, Prior):
-        model, name = prior, None
+        yield _fitting(prior, pictures), None
+    elif prior != "auto":
+        yield _fitting(_load(prior), pictures), prior
     else:
-        name = prior
-        if prior == "auto":
-            seen = colours if index is None else pictures.hues(index)
-            name = _best(quality, seen, task, method)
-        model = _load(name)
-    channels = model.architecture.channels
+        seen = pictures.colours if index is None else pictures.hues(index)
+        first = _best(quality, seen, task, method)
+        yield _fitting(_load(first), pictures), first
+        if (second := _best("fast", seen, task, method)) != first:
+            yield _fitting(_load(second), pictures), second
+
+
+def _fitting(model: Prior, pictures: Pictures) -> Prior:
+    channels, colours = model.architecture.channels, pictures.colours
     if channels not in (1, colours):
         raise GncpriorError(
             f"This prior is for pictures of {channels} channels, not {colours}: choose another."
         )
-    return model, name
+    return model
 
 
 def _best(quality: Quality, colours: int, task: str, method: Method = "auto") -> str:
@@ -352,22 +366,39 @@ def _load(name: str | Path) -> Prior:
 # ---------------------------------------------------------------- part by part
 
 
-def _each_part(
-    pictures: Pictures,
+def _each_picture(
+    result: Pictures,
     side: int,
-    scheme: Callable[[tuple[int, ...]], Scheme],
-    solve: Callable[[tuple[int, ...], Tile, Scheme], None],
+    schemes: Callable[[tuple[int, ...]], Iterator[Scheme]],
+    solve: Callable[[tuple[int, ...], Tile, Scheme], float],
     progress: Progress | None,
+    trace: list[History] | None,
 ) -> None:
-    """Solve every tile of every picture of the stack by the scheme of the picture."""
-    indices = list(pictures)
+    """Solve every picture of the stack by its first scheme, and where that leaves doubts by its second too.
+
+    The result of the second stays where its doubts are clearly less.
+    """
+    indices = list(result)
     for k, index in enumerate(indices):
-        chosen = scheme(index)
-        parts = list(tiles(pictures.size, side, halo(chosen.model, len(chosen.t_hats))))
+        told = 0 if trace is None else len(trace)
+        choice = schemes(index)
+        first = next(choice)
+        parts = list(tiles(result.size, side, halo(first.model, len(first.t_hats))))
+        doubt = 0.0
         for j, part in enumerate(parts):
-            solve(index, part, chosen)
+            doubt = max(doubt, solve(index, part, first))
             if progress is not None:
                 progress(k * len(parts) + j + 1, len(indices) * len(parts))
+        if doubt <= 1 or (second := next(choice, None)) is None:
+            continue
+        kept, histories = copy_of(result.view[index]), [] if trace is None else trace[told:]
+        if trace is not None:
+            del trace[told:]
+        parts = list(tiles(result.size, side, halo(second.model, len(second.t_hats))))
+        if max(solve(index, part, second) for part in parts) >= CLEARLY * doubt:
+            result.view[index] = kept
+            if trace is not None:
+                trace[told:] = histories
 
 
 def _gauge() -> tuple[Prior, Reading | None]:
