@@ -1,5 +1,6 @@
 """Fine-tuning: a model for all levels, learned through the unrolled steps."""
 
+import copy
 import math
 from dataclasses import replace
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from small import smooth_images, tiny
 
-from gncprior import GncpriorError
+from gncprior import GncpriorError, finetuning
 from gncprior.calibration import time_slopes
 from gncprior.convexity import flat_curvature, smallest_curvature
 from gncprior.datasets import Dataset
@@ -40,7 +41,7 @@ def fine_tuning(steps, task="denoise", **choices):
 
 @pytest.mark.parametrize("task", LEVELS)
 def test_fine_tuning_improves_every_level(task):
-    prior, schedules, run = fine_tuning(20, task, average=0.5, lr=1e-2, lr_schedules=1e-2)
+    prior, schedules, run = fine_tuning(20, task, average=0.5, lr=2e-3, lr_schedules=1e-2)
     losses = [run.step().loss for _ in range(24)]
     tuned, learned = run.result()
     assert sum(losses[-5:]) < sum(losses[:5])
@@ -230,6 +231,13 @@ def test_fine_tuning_divides_by_how_hard_an_image_is():
         assert sharp > 2 * soft
 
 
+def still(run):
+    """A run after its looks, which does not move."""
+    run.number = run.settings.looks
+    run.model.step = lambda _: None
+    return run
+
+
 def test_processes_share_a_batch():
     """What two processes sum up is what one has."""
     prior, schedules, alone = fine_tuning(1)
@@ -238,13 +246,43 @@ def test_processes_share_a_batch():
         workers = Workers("cpu")
         workers.rank, workers.size = rank, 2
         workers.sum = lambda values: values
-        run = FineTuning(prior, schedules, smooth_images(), alone.settings, workers)
-        parts.append(([run.step().loss], run))
-    loss = alone.step().loss
-    assert sum(one[0] for one, _ in parts) == pytest.approx(loss)
+        run = still(FineTuning(prior, schedules, smooth_images(), alone.settings, workers))
+        parts.append((run.step().loss, run))
+    loss = still(alone).step().loss
+    assert sum(one for one, _ in parts) == pytest.approx(loss)
     for k, tensor in enumerate(alone.tensors):
         total = sum(run.tensors[k].grad for _, run in parts)
         torch.testing.assert_close(total.to(tensor), tensor.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_looks_have_the_moments_of_the_gauss_newton_matrix():
+    """dᵀHd = Σ 2‖∂x/∂d‖²/u over crops, ∂x/∂d by differences, against the mean of ⟨s, d⟩² over looks."""
+    _, _, run = fine_tuning(1, looks=200, half=False)
+    generator = torch.Generator().manual_seed(0)
+    directions = [0.01 * torch.randn(p.shape, generator=generator) for p in run.prior.parameters()]
+    found, expected = [], []
+    run.model.look = lambda: found.append(
+        sum(float((p.grad * d).sum()) for p, d in zip(run.prior.parameters(), directions, strict=True)) ** 2
+    )  # fmt: skip
+    real, epsilon = finetuning.squared_error, 1e-2
+
+    def watched(prior, problem, t_hats, etas, buffers, **options):
+        def end(sign):
+            moved = copy.deepcopy(prior).requires_grad_(False)
+            for p, d in zip(moved.parameters(), directions, strict=True):
+                p.add_(d, alpha=sign * epsilon)
+            return unroll(moved, problem.fidelity, problem.x0, (t_hats[:, 0], etas[:, 0]))
+
+        rate = (end(1) - end(-1)) / (2 * epsilon)
+        expected.append(2 * float(rate.square().sum() * options["weights"]))
+        return real(prior, problem, t_hats, etas, buffers, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(finetuning, "squared_error", watched)
+        for _ in range(60):
+            run.step()
+    assert len(found) == len(expected) == 360
+    assert np.mean(found) == pytest.approx(np.mean(expected), rel=0.25)  # 7 % by chance
 
 
 def test_levels_that_are_named_twice_count_twice():

@@ -18,10 +18,10 @@ followed (:func:`gncprior.convexity.flat_curvature`), and no step gets longer th
 be too long by that much, as long as the others make up for it.
 
 Derivatives are those of :func:`gncprior.unrolled_adjoint.squared_error`, whose memory does not depend
-on the number of steps.  The first batches are only looked at, for the natural gradient by which filters
-and splines then move (:mod:`gncprior.natural_gradient`); the few numbers of the schedules have AdaBelief.
-Rates rise at first and then fall along a cosine, and the result is a moving average of what was passed.
-Under ``torchrun`` the processes share every batch.
+on the number of steps.  The first batches, and one of 32 later, are only looked at, for the natural gradient
+by which filters and splines move (:mod:`gncprior.natural_gradient`); the few numbers of the schedules have
+AdaBelief.  Rates rise at first and then fall along a cosine, and the result is a moving average of what was
+passed.  Under ``torchrun`` the processes share every batch.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ from gncprior.workers import Workers
 
 NOISE, MOST = 0.1, 2.0  # σ that images are scaled to, and the largest scale
 LONGEST = 2.5  # η times the curvature of flat images, in inpainting
+LOOK_EVERY = 32  # batches
 MIDDLE = 128  # pixels along an edge of what tells how hard an image is
 # Steps of the joint scheme with that share of pixels missing: with one layer slopes differ more between
 # pictures, and on a slow way down some would come to rest.
@@ -66,11 +67,11 @@ class Settings:
     """Choices of a run; rates are those at its beginning."""
 
     steps: int = 2000
-    looks: int = 60  # batches before, which nothing moves in
+    looks: int = 40  # batches before, which nothing moves in
     batch: int = 14
     size: int = 64
     chunk: int = 4  # images at a time, to stay in cache
-    lr: float = 2e-4
+    lr: float = 1e-3  # of filters and splines, where 1 were a Newton step
     lr_schedules: float = 3e-3
     lr_end: float = 0.02
     warmup: int = 30
@@ -127,11 +128,9 @@ class FineTuning:
         ]
         filters, splines = list(self.prior.filters), [s.weight for s in self.prior._splines()]
         schedule = [s.free for s in self.schedules]
-        self.model = [
-            NaturalGradient(filters, damping=1e-3),
-            # parts of splines that few images reach must not move far for one that does
-            NaturalGradient(splines, damping=1e-2),
-        ]
+        # parts of splines that few images reach must not move far for one that does
+        dampings = [1e-3] * len(filters) + [1e-2] * len(splines)
+        self.model = NaturalGradient([*filters, *splines], dampings)
         self.schedule = AdaBelief(schedule)
         self.tensors = [*filters, *splines, *schedule]
         self.average = Average(self.tensors, settings.average)
@@ -141,24 +140,29 @@ class FineTuning:
         self.number = 0
 
     def step(self) -> Progress:
-        """One batch, and one step unless it is among the first, which are looked at."""
+        """One batch, and one step unless it is among those that are looked at."""
         settings = self.settings
         x, noise, _ = self.training.batch(
             settings.seed, self.number, count=settings.batch, size=settings.size, t_hat_range=(0, 0)
         )
         # levels take turns, so that over the batches each meets every image
         which = self.turns[(torch.arange(settings.batch) + self.number) % len(self.turns)]
-        for tensor in self.tensors:
-            tensor.grad = None
-        t_hats, etas, self._waves = self._schedules(self.prior, self.schedules)
-        t_hats, etas = t_hats.T, etas.T  # (I, S)
         images = self.training.order(settings.seed, self.number * settings.batch, settings.batch)
         usual = self.usual_errors[images, which] * self.scales[which] ** 2 * x[0].numel()
-        weights = 1 / (usual * settings.batch)
+        step = self.number - settings.looks
+        look = step < 0 or step % LOOK_EVERY == LOOK_EVERY - 1
+        loss = (self._look if look else self._move)(x, noise, which, usual)
+        self.number += 1
+        return Progress(self.number, loss)
+
+    def _move(self, x: Tensor, noise: Tensor, which: Tensor, usual: Tensor) -> float:
+        """A step along the gradient of the loss, which is returned."""
+        settings = self.settings
+        t_hats, etas = self._zero_grad()
         dt_hats, detas = torch.zeros_like(t_hats), torch.zeros_like(etas)
+        weights = 1 / (usual * settings.batch)
         loss = 0.0
-        mine = self.workers.slice(settings.batch)
-        for part in torch.arange(mine.start, mine.stop).split(settings.chunk):
+        for part in self._mine().split(settings.chunk):
             s = which[part]
             problem = _problem(self.task, x[part], noise[part], self.levels[s], self.scales[s])
             errors, dt, de = squared_error(
@@ -170,22 +174,57 @@ class FineTuning:
             detas = detas.index_add(1, s, de)
         torch.autograd.backward([t_hats, etas], [dt_hats, detas])
         loss = self._sum(loss)
-        step = self.number - settings.looks
-        self.number += 1
         if not self._clip():  # a model that blows images up would not learn any more
             self.average.copy_to([t.detach() for t in self.tensors])
-        elif step < 0:
-            for optimizer in self.model:
-                optimizer.look()
-        else:
-            factor = cosine(step, settings.steps, settings.lr_end, settings.warmup)
-            for optimizer in self.model:
-                optimizer.step(settings.lr * factor)
-            straighten_tails(self.prior)
-            self.schedule.param_groups[0]["lr"] = settings.lr_schedules * factor
-            self.schedule.step()
-            self.average.update()
-        return Progress(self.number, loss)
+            return loss
+        step = self.number - settings.looks
+        factor = cosine(step, settings.steps, settings.lr_end, settings.warmup)
+        self.model.step(settings.lr * factor)
+        straighten_tails(self.prior)
+        self.schedule.param_groups[0]["lr"] = settings.lr_schedules * factor
+        self.schedule.step()
+        self.average.update()
+        return loss
+
+    def _look(self, x: Tensor, noise: Tensor, which: Tensor, usual: Tensor) -> float:
+        """Show random residuals of one crop after the other to the natural gradient; the loss is returned."""
+        settings = self.settings
+        generator = torch.Generator().manual_seed((settings.seed << 32) + self.number)
+        residual = torch.randn(x.shape, generator=generator) * (usual / 2).sqrt().view(-1, 1, 1, 1)
+        mine, loss = self._mine(), 0.0
+        for k in range(
+            -(-settings.batch // self.workers.size)
+        ):  # one crop of every process at a time
+            t_hats, etas = self._zero_grad()
+            part, one = mine[k : k + 1], 0.0
+            if s := which[part].tolist():
+                problem = _problem(self.task, x[part], noise[part], self.levels[s], self.scales[s])
+                errors, _, _ = squared_error(
+                    self.prior, problem, t_hats.detach()[:, s], etas.detach()[:, s], self.buffers,
+                    weights=1 / usual[part], residual=residual[part].to(x), parameters=True, half=settings.half,
+                )  # fmt: skip
+                one = float((errors / usual[part]).sum()) / settings.batch
+            crops = self.workers.sum(torch.tensor([float(len(part))]))
+            loss += self._sum(one)
+            for tensor in self.tensors:
+                if tensor.grad is not None:
+                    tensor.grad /= (
+                        float(crops) ** 0.5
+                    )  # so that second moments are those of a mean over crops
+            self.model.look()
+        return loss
+
+    def _mine(self) -> Tensor:
+        """Numbers of the crops of a batch that are this process's."""
+        mine = self.workers.slice(self.settings.batch)
+        return torch.arange(mine.start, mine.stop)
+
+    def _zero_grad(self) -> tuple[Tensor, Tensor]:
+        """Forget all gradients; t̂ and η of the schedules, (I, S)."""
+        for tensor in self.tensors:
+            tensor.grad = None
+        t_hats, etas, self._waves = self._schedules(self.prior, self.schedules)
+        return t_hats.T, etas.T
 
     def result(self) -> tuple[Prior, Schedules]:
         """The averaged model, with potentials centred as after training, and its schedules."""

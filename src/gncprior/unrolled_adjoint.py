@@ -77,13 +77,15 @@ def crops(
 @torch.no_grad()
 def squared_error(
     prior: Prior, problem: Problem, t_hats: Tensor, etas: Tensor, buffers: Buffers,
-    *, weights: Tensor | None = None, parameters: bool = False, half: bool = False,
+    *, weights: Tensor | None = None, residual: Tensor | None = None, parameters: bool = False,
+    half: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """‖x_I − x̂‖² of every image (B,), and its derivatives in t̂ and η, each (I, B), in float64.
 
     t̂ and η are (I,), or (I, B) for one schedule per image.  ``weights`` (B,) multiply the errors before
     they are differentiated; with ``parameters`` the derivatives of their sum in all parameters of the
-    prior are added to ``grad``.  With ``half`` inner filters may multiply in bfloat16.
+    prior are added to ``grad``.  A ``residual`` is differentiated in the place of x_I − x̂, for which see
+    :mod:`gncprior.natural_gradient`.  With ``half`` inner filters may multiply in bfloat16.
     """
     x, fidelity = problem.x0, problem.fidelity
     shape = (len(t_hats), len(x))
@@ -96,6 +98,7 @@ def squared_error(
         points.append(x)
     v = x - problem.target
     errors = _total(v * v)
+    v = v if residual is None else residual
     v = 2 * v if weights is None else 2 * v * _spread(weights.to(v))
     dt_hats = torch.zeros(shape, dtype=torch.float64)
     detas = torch.zeros_like(dt_hats)
