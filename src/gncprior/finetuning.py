@@ -192,9 +192,8 @@ class FineTuning:
         generator = torch.Generator().manual_seed((settings.seed << 32) + self.number)
         residual = torch.randn(x.shape, generator=generator) * (usual / 2).sqrt().view(-1, 1, 1, 1)
         mine, loss = self._mine(), 0.0
-        for k in range(
-            -(-settings.batch // self.workers.size)
-        ):  # one crop of every process at a time
+        # one crop of every process at a time, and as many times in each
+        for k in range(-(-settings.batch // self.workers.size)):
             t_hats, etas = self._zero_grad()
             part, one = mine[k : k + 1], 0.0
             if s := which[part].tolist():
@@ -206,11 +205,9 @@ class FineTuning:
                 one = float((errors / usual[part]).sum()) / settings.batch
             crops = self.workers.sum(torch.tensor([float(len(part))]))
             loss += self._sum(one)
-            for tensor in self.tensors:
+            for tensor in self.tensors:  # second moments are those of a mean over crops
                 if tensor.grad is not None:
-                    tensor.grad /= (
-                        float(crops) ** 0.5
-                    )  # so that second moments are those of a mean over crops
+                    tensor.grad /= float(crops) ** 0.5
             self.model.look()
         return loss
 
