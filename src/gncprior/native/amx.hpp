@@ -1,4 +1,4 @@
-// Products of whole tiles of bfloat16 (AMX), for the build that has them (included by convolutions.hpp,
+// Products of whole tiles of bfloat16 (AMX), for the build that has them (included by turned.hpp,
 // inside namespace gnc).
 //
 // A tile register holds 16 rows of 64 bytes.  One instruction adds to a tile C of 16 × 16 floats the
@@ -126,53 +126,20 @@ inline void correlate<Tiled>(const Planes& in, i64 inputs, Kernel kernel, const 
 
 // ---------------------------------------------------------------- weight gradient
 
-// 16 rows of 16 slots, `stride` slots apart, become columns `to_stride` apart.
-inline void transpose_slots(const float* from, i64 stride, float* to, i64 to_stride) {
-    __m512 a[16], b[16];
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_ps(from + i * stride);
-#pragma GCC unroll 8
-    for (int i = 0; i < 16; i += 2) {
-        b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
-        b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 16; i += 4) {
-        a[i] = _mm512_shuffle_ps(b[i], b[i + 2], 0x44);
-        a[i + 1] = _mm512_shuffle_ps(b[i], b[i + 2], 0xee);
-        a[i + 2] = _mm512_shuffle_ps(b[i + 1], b[i + 3], 0x44);
-        a[i + 3] = _mm512_shuffle_ps(b[i + 1], b[i + 3], 0xee);
-    }
-    // a[4i + j] holds columns j, j + 4, j + 8, j + 12 of rows 4i … 4i + 3, one to a quarter
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) {
-        b[j] = _mm512_shuffle_f32x4(a[j], a[4 + j], 0x88);
-        b[4 + j] = _mm512_shuffle_f32x4(a[8 + j], a[12 + j], 0x88);
-        b[8 + j] = _mm512_shuffle_f32x4(a[j], a[4 + j], 0xdd);
-        b[12 + j] = _mm512_shuffle_f32x4(a[8 + j], a[12 + j], 0xdd);
-    }
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) {
-        _mm512_storeu_ps(to + j * to_stride, _mm512_shuffle_f32x4(b[j], b[4 + j], 0x88));
-        _mm512_storeu_ps(to + (8 + j) * to_stride, _mm512_shuffle_f32x4(b[j], b[4 + j], 0xdd));
-        _mm512_storeu_ps(to + (4 + j) * to_stride, _mm512_shuffle_f32x4(b[8 + j], b[12 + j], 0x88));
-        _mm512_storeu_ps(to + (12 + j) * to_stride, _mm512_shuffle_f32x4(b[8 + j], b[12 + j], 0xdd));
-    }
-}
+template <>
+struct Rows<Tiled> : Rows<Half> {};
 
-// dw of a group of inputs and one tap, over the pixels of a tile, added to totals [16 inputs][16 · groups outputs]:
-// rows of the input, shifted by the tap, times responses [row][pair of pixels][output].
+// A group of 16 inputs and one tap: rows of the input, shifted by the tap, times GROUPS · 16 turned responses.
 template <int GROUPS>
-inline void multiply_rows(const Planes& in, i64 i, i64 ky, i64 kx, const float* responses, i64 stride, i64 rows,
-                          i64 chunks, float* totals) {
-    const i64 apart = 4 * stride, pairs = chunks * 16;
+inline void multiply_rows(const Planes& in, i64 i, i64 ky, i64 kx, const Turned& responses, i64 o, float* totals) {
+    const i64 apart = 4 * responses.outputs;
     _tile_loadd(0, totals, apart);
     if (GROUPS > 1) _tile_loadd(1, totals + 16, apart);
     if (GROUPS > 2) _tile_loadd(2, totals + 32, apart);
-    for (i64 y = 0; y < rows; ++y)
-        for (i64 c = 0; c < chunks; ++c) {
-            const auto* row = reinterpret_cast<const std::uint16_t*>(in.at(i, y + ky)) + c * 32 + kx;
-            const float* r = responses + (y * pairs + c * 16) * stride;
+    for (i64 y = 0; y < responses.rows; ++y)
+        for (i64 slot = 0; slot < responses.slots; slot += 16) {
+            const auto* row = reinterpret_cast<const std::uint16_t*>(in.at(i, y + ky)) + 2 * slot + kx;
+            const float* r = responses.data + y * responses.row() + slot * responses.outputs + o;
             _tile_loadd(4, row, 4 * in.plane);
             _tile_loadd(5, r, apart);
             _tile_dpbf16ps(0, 4, 5);
@@ -190,60 +157,17 @@ inline void multiply_rows(const Planes& in, i64 i, i64 ky, i64 kx, const float* 
     if (GROUPS > 2) _tile_stored(2, totals + 32, apart);
 }
 
-// As weight_grad of the other products.  A task is a share of the images that does not depend on the threads.
 template <>
-inline void weight_grad<Tiled>(const float* x, const float* r, i64 images, i64 inputs, i64 outputs, Shape shape,
-                               Kernel k, float* dw, int threads) {
-    const i64 m = round_up(inputs, 16), n = round_up(outputs, 16), tasks = std::min<i64>(images, 8);
-    const i64 size = k.size() * m * n;  // [tap][input][output]
-    thread_local Scratch sums_memory;
-    float* sums = sums_memory.get(tasks * size);
-    std::fill(sums, sums + tasks * size, 0.0f);
-    const Tiling tiles(shape, tile_side(16, k.height), tile_side(64, k.width));
-    parallel_for(tasks, threads, [&](i64 task) {
-        thread_local Scratch in_memory, response_memory, turned_memory;
-        float* totals = sums + task * size;
-        for (i64 image = task * images / tasks; image < (task + 1) * images / tasks; ++image)
-            for (i64 index = 0; index < tiles.count(); ++index) {
-                const Box tile = tiles[index];
-                const Box halo = pixels_of(tile, k);
-                const i64 rows = tile.rows(), chunks = ceil_div(tile.columns(), 32), pairs = chunks * 16;
-                // whole tiles are read: rows of 32 pixels, and 16 channels, of which some may be zero
-                Planes in = planes(nullptr, halo.rows(), chunks * 32, k.width - 1);
-                in.data = in_memory.get(in.plane * m);
-                copy_box(x + image * inputs * shape.pixels(), shape, inputs, halo, Boundary::symmetric, in);
-                std::fill(in.at(inputs, 0), in.at(m, 0), 0.0f);
-                Half::shorten_rows(in, m);
-                Planes response = planes(nullptr, rows, chunks * 32, 0);
-                response.data = response_memory.get(response.plane * n);
-                copy_box(r + image * outputs * shape.pixels(), shape, outputs, tile, Boundary::zero, response);
-                std::fill(response.at(outputs, 0), response.at(n, 0), 0.0f);
-                Half::shorten_rows(response, n);
-                float* turned = turned_memory.get(rows * pairs * n);
-                for (i64 y = 0; y < rows; ++y)
-                    for (i64 p = 0; p < pairs; p += 16)
-                        for (i64 o = 0; o < n; o += 16)
-                            transpose_slots(response.at(o, y) + p, response.plane,
-                                            turned + (y * pairs + p) * n + o, n);
-                const TilesInUse registers(16);
-                for (i64 tap = 0; tap < k.size(); ++tap)
-                    for (i64 i = 0; i < m; i += 16) {
-                        const i64 ky = tap / k.width, kx = tap % k.width;
-                        float* to = totals + (tap * m + i) * n;
-                        i64 o = 0;
-                        for (; o + 48 <= n; o += 48)
-                            multiply_rows<3>(in, i, ky, kx, turned + o, n, rows, chunks, to + o);
-                        for (; o < n; o += 16)
-                            multiply_rows<1>(in, i, ky, kx, turned + o, n, rows, chunks, to + o);
-                    }
-            }
-    });
-    for (i64 o = 0; o < outputs; ++o)
-        for (i64 i = 0; i < inputs; ++i)
-            for (i64 tap = 0; tap < k.size(); ++tap) {
-                float total = 0;
-                for (i64 task = 0; task < tasks; ++task)
-                    total += sums[task * size + (tap * m + i) * n + o];
-                dw[(o * inputs + i) * k.size() + tap] = total;
-            }
+inline void multiply_tile<Tiled>(const Planes& in, i64 inputs, Kernel k, const Turned& responses,
+                                 const Totals& totals) {
+    const TilesInUse registers(16);
+    for (i64 tap = 0; tap < k.size(); ++tap)
+        for (i64 i = 0; i < inputs; i += 16) {
+            const i64 ky = tap / k.width, kx = tap % k.width;
+            i64 o = 0;
+            for (; o + 48 <= totals.outputs; o += 48)
+                multiply_rows<3>(in, i, ky, kx, responses, o, totals.at(tap, i, o));
+            for (; o < totals.outputs; o += 16)
+                multiply_rows<1>(in, i, ky, kx, responses, o, totals.at(tap, i, o));
+        }
 }

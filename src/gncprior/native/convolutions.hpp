@@ -103,25 +103,21 @@ inline void copy_box(const float* image, Shape shape, i64 channels, Box box, Bou
 
 // ---------------------------------------------------------------- products
 
-// A slot is what a float takes: with Full it holds a float.  Rows are rows of floats.
+// A slot is what a float takes: with Full it holds a float.
 struct Full {
     static constexpr int GROUP = gnc::GROUP;  // output channels at once
     static constexpr int CHANNELS = 1;  // in a slot
-    static constexpr int PIXELS = LANES;  // in a vector of a row
     static float slot(float a, float) { return a; }
     static vec spread(const float* slot) { return splat(*slot); }
     static vec add(vec sum, vec a, vec b) { return sum + a * b; }
     static void join_channels(const Planes&, i64) {}
-    static void shorten_rows(const Planes&, i64) {}
-    static vec load_row(const float* row, i64 x) { return load(row + x); }
 };
 
 #if defined(__AVX512BF16__)
-// With Half a slot holds the bfloat16 of two channels, and a row is one of bfloat16 followed by zeros.
+// With Half a slot holds the bfloat16 of two channels.
 struct Half {
     static constexpr int GROUP = gnc::GROUP;
     static constexpr int CHANNELS = 2;
-    static constexpr int PIXELS = 2 * LANES;
     static float slot(float a, float b) {
         const float both[2] = {a, b};
         float pair;
@@ -150,18 +146,6 @@ struct Half {
                 _mm512_storeu_si512(to + j, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
             }
         }
-    }
-    static void shorten_rows(const Planes& in, i64 channels) {
-        for (float* row = in.data; row < in.data + channels * in.plane; row += in.stride) {
-            auto* to = reinterpret_cast<std::uint16_t*>(row);
-            for (i64 j = 0; j < in.stride; j += LANES)
-                _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + j),
-                                    reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(_mm512_loadu_ps(row + j))));
-            std::memset(to + in.stride, 0, sizeof(std::uint16_t) * in.stride);
-        }
-    }
-    static vec load_row(const float* row, i64 x) {
-        return reinterpret_cast<vec>(_mm512_loadu_si512(reinterpret_cast<const std::uint16_t*>(row) + x));
     }
 
   private:
@@ -394,7 +378,7 @@ inline void convolve(const float* x, const float* w, i64 images, i64 inputs, i64
     const PackedFilters<Product> packed(outputs, inputs, k, [&](i64 o, i64 i, i64 tap) {
         return w[(o * inputs + i) * k.size() + tap];
     });
-    const i64 columns = tile_side(4 * STRIP * LANES / (LANES == 16 ? 4 : 1), k.width);
+    const i64 columns = tile_side(LANES == 16 ? 96 : 4 * STRIP * LANES, k.width);
     const Tiling tiles(shape, tile_rows(inputs, columns, k), columns);
     parallel_for(images * tiles.count(), threads, [&](i64 task) {
         thread_local Scratch in_memory, out_memory;
@@ -428,7 +412,7 @@ inline void convolve_transpose(const float* r, const float* w, i64 images, i64 i
     });
     std::vector<std::vector<float>> flipped;
     for (i64 i = 0; few && i < inputs; ++i) flipped.push_back(flipped_columns(w, outputs, inputs, i, k));
-    const i64 columns = tile_side(4 * STRIP * LANES / (LANES == 16 ? 4 : 1), k.width);
+    const i64 columns = tile_side(LANES == 16 ? 96 : 4 * STRIP * LANES, k.width);
     const Tiling tiles(shape, tile_rows(outputs, columns, k), columns);
     parallel_for(images * tiles.count(), threads, [&](i64 task) {
         thread_local Scratch in_memory, out_memory;
@@ -462,9 +446,12 @@ inline void convolve_transpose(const float* r, const float* w, i64 images, i64 i
 
 // ---------------------------------------------------------------- weight gradient
 
+#if defined(__AVX512F__)
+#include "turned.hpp"
+#else
 // total[k_x][o] += Σ_pixels r_o · x[· + k_x], lane by lane, for O outputs and K neighbouring taps in one
 // sweep; `outputs` is how many totals a tap has.
-template <class Product, int O, int K>
+template <int O, int K>
 inline void weight_grad_block(const Planes& in, i64 i, i64 ky, i64 kx, const Planes& r, i64 o, i64 rows,
                               i64 columns, vec* totals, i64 outputs) {
     vec total[O][K];
@@ -474,15 +461,15 @@ inline void weight_grad_block(const Planes& in, i64 i, i64 ky, i64 kx, const Pla
         for (int k = 0; k < K; ++k) total[c][k] = totals[k * outputs + c];
     for (i64 y = 0; y < rows; ++y) {
         const float* pixels = in.at(i, y + ky);
-        for (i64 x = 0; x < columns; x += Product::PIXELS) {
+        for (i64 x = 0; x < columns; x += LANES) {
             vec shifted[K];
 #pragma GCC unroll 8
-            for (int k = 0; k < K; ++k) shifted[k] = Product::load_row(pixels, x + kx + k);
+            for (int k = 0; k < K; ++k) shifted[k] = load(pixels + x + kx + k);
 #pragma GCC unroll 8
             for (int c = 0; c < O; ++c) {
-                const vec response = Product::load_row(r.at(o + c, y), x);
+                const vec response = load(r.at(o + c, y) + x);
 #pragma GCC unroll 8
-                for (int k = 0; k < K; ++k) total[c][k] = Product::add(total[c][k], response, shifted[k]);
+                for (int k = 0; k < K; ++k) total[c][k] += response * shifted[k];
             }
         }
     }
@@ -495,8 +482,7 @@ inline void weight_grad_block(const Planes& in, i64 i, i64 ky, i64 kx, const Pla
 // dw[o,i,k] = Σ over images and pixels of r_o[p] x̃_i[p + k − c].  A task is a block of outputs and inputs
 // for all images, so that the order of the sums never depends on the threads.  Tiles are so flat that
 // the responses swept at once stay in the first-level cache while the inputs go by.
-template <class Product>
-inline void weight_grad(const float* x, const float* r, i64 images, i64 inputs, i64 outputs, Shape shape,
+inline void plain_weight_grad(const float* x, const float* r, i64 images, i64 inputs, i64 outputs, Shape shape,
                         Kernel k, float* dw, int threads) {
     constexpr i64 BLOCK = 24;  // outputs, and inputs, of a task
     const i64 across = ceil_div(inputs, BLOCK);
@@ -519,8 +505,6 @@ inline void weight_grad(const float* x, const float* r, i64 images, i64 inputs, 
                 response.data = response_memory.get(response.plane * n);
                 copy_box(r + (image * outputs + o0) * shape.pixels(), shape, n, tile, Boundary::zero,
                          response);
-                Product::shorten_rows(in, m);
-                Product::shorten_rows(response, n);
                 for (i64 i = 0; i < m; ++i)
                     for (i64 ky = 0; ky < k.height; ++ky) {
                         i64 kx = 0;
@@ -531,7 +515,7 @@ inline void weight_grad(const float* x, const float* r, i64 images, i64 inputs, 
                                 auto block = [&](auto some) {
                                     constexpr int S = decltype(some)::value;
                                     vec* to = totals + (i * k.size() + ky * k.width + kx) * n + o;
-                                    weight_grad_block<Product, S, K>(in, i, ky, kx, response, o, tile.rows(),
+                                    weight_grad_block<S, K>(in, i, ky, kx, response, o, tile.rows(),
                                                                      tile.columns(), to, n);
                                     o += S;
                                 };
@@ -540,10 +524,8 @@ inline void weight_grad(const float* x, const float* r, i64 images, i64 inputs, 
                             }
                         };
                         using std::integral_constant;
-                        constexpr bool many = LANES == 16;  // registers
-                        if (many) sweep(integral_constant<int, 3>{}, integral_constant<int, 7>{});
-                        sweep(integral_constant<int, many ? 4 : 2>{}, integral_constant<int, 5>{});
-                        sweep(integral_constant<int, many ? 8 : 3>{}, integral_constant<int, 3>{});
+                        sweep(integral_constant<int, 2>{}, integral_constant<int, 5>{});
+                        sweep(integral_constant<int, 3>{}, integral_constant<int, 3>{});
                         sweep(integral_constant<int, 6>{}, integral_constant<int, 1>{});
                     }
             }
@@ -554,9 +536,11 @@ inline void weight_grad(const float* x, const float* r, i64 images, i64 inputs, 
                         sum(totals[(i * k.size() + tap) * n + o]);
     });
 }
+template <class Product>
+constexpr auto weight_grad = plain_weight_grad;
+#endif
 
 #if defined(__AMX_BF16__)
-#include "amx.hpp"
 using Short = Tiled;
 #elif defined(__AVX512BF16__)
 using Short = Half;
