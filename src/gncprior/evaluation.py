@@ -34,6 +34,7 @@ from gncprior.metrics import WINDOW, psnr, ssim
 from gncprior.prior import Prior
 from gncprior.restore import estimate_sigma
 from gncprior.solvers import solve_joint, solve_scheduled, tweedie
+from gncprior.symmetries import mean_over, turn
 from gncprior.tiles import TiledEnergy
 from gncprior.unrolled import DENOISE, INPAINT, Schedules, unroll
 
@@ -122,12 +123,13 @@ def restoration(
     t0: float | None = None,
     learned: Schedules | None = None,
     half: bool = False,
+    views: int = 1,
 ) -> Restore:
     """The named method as a function of the observation.
 
     ``t0`` is the smoothing variance at which scheduled and joint start: σ² for denoising and the
     prior's largest for inpainting, unless given.  ``learned`` is needed by the method of that name.
-    With ``half`` inner filters may multiply in bfloat16.
+    With ``half`` inner filters may multiply in bfloat16.  The result is the mean of that many views.
     """
     if task not in (DENOISE, INPAINT) or method not in METHODS:
         raise GncpriorError(f"There is no method {method!r} for the task {task!r}.")
@@ -140,7 +142,7 @@ def restoration(
         raise GncpriorError(f"The learned method needs schedules for the task {task}.")
     energy = TiledEnergy(prior if learned is None else learned.prior_at(prior, level), half=half)
 
-    def restore(z: Tensor, mask: Tensor | None) -> Tensor:
+    def view(z: Tensor, mask: Tensor | None) -> Tensor:
         if method == "tweedie":
             if mask is not None:
                 raise GncpriorError("One step of Tweedie's formula denoises; it cannot inpaint.")
@@ -152,6 +154,9 @@ def restoration(
             return unroll(energy, fidelity, fidelity.start(), learned.at(level))
         t_hats = schedules.linear(min(max(t_hat0, low), high), low, steps)
         return solve_scheduled(energy, fidelity, fidelity.start(), t_hats).x
+
+    def restore(z: Tensor, mask: Tensor | None) -> Tensor:
+        return mean_over(views, lambda k: view(turn(z, k), None if mask is None else turn(mask, k)))
 
     return restore
 

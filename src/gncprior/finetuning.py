@@ -53,13 +53,14 @@ from gncprior.workers import Workers
 
 NOISE, MOST = 0.1, 2.0  # σ that images are scaled to, and the largest scale
 LONGEST = 2.5  # η times the curvature of flat images, in inpainting
-LOOK_EVERY = 32  # batches
+LOOK_EVERY = 16  # batches
 MIDDLE = 128  # pixels along an edge of what tells how hard an image is
 # Steps of the joint scheme with that share of pixels missing: with one layer slopes differ more between
 # pictures, and on a slow way down some would come to rest.
 PACE, PACE_OF_ONE_LAYER, PACE_SHARE = 60, 25, 0.8
 PACE_IMAGES, PACE_SIZE = 16, 96  # what the pace is measured on
 EASIEST = 0.1  # times the mean error, so that no flat image counts for all
+FLAT_SIZE, FLAT_ERROR = 32, 6 / 255  # the blank picture of every batch, and what is usual for it
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,6 @@ class Settings:
     looks: int = 40  # batches before, which nothing moves in
     batch: int = 14
     size: int = 64
-    chunk: int = 4  # images at a time, to stay in cache
     lr: float = 1e-3  # of filters and splines, where 1 were a Newton step
     lr_schedules: float = 3e-3
     lr_end: float = 0.02
@@ -82,8 +82,8 @@ class Settings:
     turns: tuple[float, ...] = ()  # levels in the order they take turns; none for each once
 
     def __post_init__(self) -> None:
-        if min(self.steps, self.looks, self.batch, self.size, self.chunk) < 1:
-            raise GncpriorError("Steps, looks, batch, size and chunk must be positive.")
+        if min(self.steps, self.looks, self.batch, self.size) < 1:
+            raise GncpriorError("Steps, looks, batch and size must be positive.")
 
     @property
     def batches(self) -> int:
@@ -136,7 +136,7 @@ class FineTuning:
         self.average = Average(self.tensors, settings.average)
         self.buffers = Buffers()
         self._waves: Tensor | None = None  # where flat images bend most
-        self._usual = 0.0  # the length of gradients, a moving average
+        self._usual = 0.0  # the length of the gradients of pictures, a moving average
         self.number = 0
 
     def step(self) -> Progress:
@@ -158,25 +158,23 @@ class FineTuning:
     def _move(self, x: Tensor, noise: Tensor, which: Tensor, usual: Tensor) -> float:
         """A step along the gradient of the loss, which is returned."""
         settings = self.settings
-        t_hats, etas = self._zero_grad()
-        dt_hats, detas = torch.zeros_like(t_hats), torch.zeros_like(etas)
-        weights = 1 / (usual * settings.batch)
-        loss = 0.0
-        for part in self._mine().split(settings.chunk):
+        total = self._total()
+        for part in self._mine().split(1):
             s = which[part]
             problem = _problem(self.task, x[part], noise[part], self.levels[s], self.scales[s])
-            errors, dt, de = squared_error(
-                self.prior, problem, t_hats.detach()[:, s], etas.detach()[:, s], self.buffers,
-                weights=weights[part], parameters=True, half=settings.half,
-            )  # fmt: skip
-            loss += float((errors * weights[part]).sum())
-            dt_hats = dt_hats.index_add(1, s, dt)
-            detas = detas.index_add(1, s, de)
-        torch.autograd.backward([t_hats, etas], [dt_hats, detas])
-        loss = self._sum(loss)
-        if not self._clip():  # a model that blows images up would not learn any more
+            self._add(total, problem, s, usual[part])
+        if self.task == DENOISE and not self.workers.rank:
+            # R is blind to a constant, so that a blank picture stands for flat ones of any brightness
+            s = self.turns[self.number % len(self.turns)].view(1)
+            blank = torch.zeros(1, self.training.channels, FLAT_SIZE, FLAT_SIZE)
+            problem = _problem(self.task, blank, blank, self.levels[s], self.scales[s])
+            self._add(total, problem, s, (FLAT_ERROR * self.scales[s]) ** 2 * blank.numel())
+        loss, length, count = self._share(total)
+        if not count:  # a model that blows images up would not learn any more
             self.average.copy_to([t.detach() for t in self.tensors])
             return loss
+        length /= count
+        self._usual += 0.05 * (length - self._usual) if self._usual else length
         step = self.number - settings.looks
         factor = cosine(step, settings.steps, settings.lr_end, settings.warmup)
         self.model.step(settings.lr * factor)
@@ -185,6 +183,29 @@ class FineTuning:
         self.schedule.step()
         self.average.update()
         return loss
+
+    def _add(self, total: Tensor, problem: Problem, s: Tensor, usual: Tensor) -> None:
+        """Add to ``total`` the gradient of one picture, and its loss, the length of the gradient and one.
+
+        A gradient of more than twice the usual length is shortened, and one that is not finite passed over:
+        many steps in a row may blow up a rare picture, and one such gradient would spoil hundreds of steps.
+        """
+        t_hats, etas = self._zero_grad()
+        times, sizes = t_hats.detach()[:, s], etas.detach()[:, s]
+        errors, dt_hats, detas = squared_error(
+            self.prior, problem, times, sizes, self.buffers,
+            weights=1 / (usual * self.settings.batch), parameters=True, half=self.settings.half,
+        )  # fmt: skip
+        torch.autograd.backward([t_hats[:, s], etas[:, s]], [dt_hats, detas])
+        gradients = self._gradients()
+        total[-3] += float(errors / usual) / self.settings.batch
+        length = self.model.length() if bool(gradients.isfinite().all()) else math.inf
+        if not math.isfinite(length):
+            return
+        limit = 2 * self._usual if self._usual else length
+        share = min(1.0, limit / length) if length else 1.0
+        total[:-3] += share * gradients
+        total[-2:] += torch.tensor([share * length, 1.0])
 
     def _look(self, x: Tensor, noise: Tensor, which: Tensor, usual: Tensor) -> float:
         """Show random residuals of one crop after the other to the natural gradient; the loss is returned."""
@@ -203,11 +224,14 @@ class FineTuning:
                     weights=1 / usual[part], residual=residual[part].to(x), parameters=True, half=settings.half,
                 )  # fmt: skip
                 one = float((errors / usual[part]).sum()) / settings.batch
-            crops = self.workers.sum(torch.tensor([float(len(part))]))
-            loss += self._sum(one)
+            total = self._total()
+            total[:-3] = self._gradients()
+            total[-3:] = torch.tensor([one, 0.0, len(part)])
+            one, _, crops = self._share(total)
+            loss += one
             for tensor in self.tensors:  # second moments are those of a mean over crops
                 if tensor.grad is not None:
-                    tensor.grad /= float(crops) ** 0.5
+                    tensor.grad /= crops**0.5
             self.model.look()
         return loss
 
@@ -248,32 +272,21 @@ class FineTuning:
         curvature, waves = flat_curvature(prior, times, products, self._waves)
         return t_hats, torch.minimum(etas, LONGEST / curvature.view_as(etas)), waves
 
-    def _sum(self, loss: float) -> float:
-        """The loss and all gradients, added up over the processes."""
-        if self.workers.size == 1:
-            return loss
+    def _total(self) -> Tensor:
+        """Zeros for all gradients and three numbers more, which the processes add up."""
+        return torch.zeros(sum(t.numel() for t in self.tensors) + 3, dtype=torch.float64)
+
+    def _gradients(self) -> Tensor:
         grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in self.tensors]
-        flat = [g.double().flatten() for g in grads]
-        total = self.workers.sum(torch.cat([*flat, torch.tensor([loss], dtype=torch.float64)]))
-        *parts, last = total.split([*map(len, flat), 1])
-        for tensor, part in zip(self.tensors, parts, strict=True):
-            tensor.grad = part.view_as(tensor).to(tensor.dtype)
-        return float(last)
+        return torch.cat([g.double().flatten() for g in grads])
 
-    def _clip(self) -> bool:
-        """Shorten a gradient of more than twice the usual length; False where it is not finite.
-
-        Many steps in a row may blow up a rare image, and one such gradient would spoil hundreds of steps.
-        """
-        grads = [t.grad for t in self.tensors if t.grad is not None]
-        length = math.sqrt(sum(float(g.double().square().sum()) for g in grads))
-        if not math.isfinite(length):
-            return False
-        limit = 2 * self._usual if self._usual else length
-        if length > limit:
-            torch._foreach_mul_(grads, limit / length)
-        self._usual += 0.05 * (min(length, limit) - self._usual) if self._usual else length
-        return True
+    def _share(self, total: Tensor) -> tuple[float, float, float]:
+        """Let ``total``, added up over the processes, be the gradients; its last three numbers are returned."""
+        *grads, last = self.workers.sum(total).split([*(t.numel() for t in self.tensors), 3])
+        for tensor, grad in zip(self.tensors, grads, strict=True):
+            tensor.grad = grad.view_as(tensor).to(tensor.dtype)
+        loss, length, count = last.tolist()
+        return loss, length, count
 
     def _middle_level(self) -> float:
         return float(self.levels[len(self.levels) // 2])

@@ -75,13 +75,15 @@ class NaturalGradient:
         self._seen = [*self._seen[-self.keep + 1 :], s] if self._bases else [*self._seen, s]
 
     @torch.no_grad()
+    def length(self) -> float:
+        """Of the present gradients in units of what was seen: ‖Qg/d‖, d² = v + λv̄."""
+        root, _, _ = self._prepared()
+        return float((self._turn(self._gradient()) / root).norm())
+
+    @torch.no_grad()
     def step(self, lr: float) -> None:
         """One step along the present gradients."""
-        if not self._bases:
-            self._begin()
-        if self._metric is None:
-            self._metric = self._prepare()
-        root, seen, inverse = self._metric
+        root, seen, inverse = self._prepared()
         self.number += 1
         self._mean.lerp_(self._turn(self._gradient()), 1 - self.betas[0])
         y = self._mean / root
@@ -107,6 +109,13 @@ class NaturalGradient:
         self._square = torch.stack(turned).square().mean(0)
         self._mean = torch.zeros_like(self._square)
         self._seen = turned[-self.keep :]
+
+    def _prepared(self) -> tuple[Tensor, Tensor, Tensor]:
+        if not self._bases:
+            self._begin()
+        if self._metric is None:
+            self._metric = self._prepare()
+        return self._metric
 
     def _prepare(self) -> tuple[Tensor, Tensor, Tensor]:
         """d = √(v + λv̄), the rows s_k/d, and the matrix of F⁻¹ = d⁻¹(1 − SᵀMS)d⁻¹, M = ρ/N (1 + ρ/N SSᵀ)⁻¹."""

@@ -64,6 +64,12 @@ class How:
             negative="",
         ),
     ] = False
+    views: Annotated[
+        Literal[1, 2, 4, 8],
+        Parameter(
+            help="Mean over the picture as it is and turned: slightly better, as many times as slow."
+        ),
+    ] = 1
     data_range: Range = None
     overwrite: Annotated[bool, Parameter(help="Replace files that exist.", negative="")] = False
     compare: Annotated[
@@ -81,7 +87,7 @@ class How:
     @property
     def keywords(self) -> dict[str, Any]:
         """Those of them that the functions take."""
-        names = ("quality", "prior", "method", "half", "data_range")
+        names = ("quality", "prior", "method", "half", "views", "data_range")
         return {name: getattr(self, name) for name in names}
 
 
