@@ -33,9 +33,7 @@ def fine_tuning(steps, task="denoise", **choices):
     pairs = [start_schedule(task, level, 2, prior.t_hat_range) for level in levels.tolist()]
     t_hats, etas = (torch.stack(s) for s in zip(*pairs, strict=True))
     schedules = Schedules(task, levels, t_hats, etas / 4)
-    settings = Settings(
-        **{"steps": steps, "looks": 4, "batch": 6, "size": 16} | choices
-    )
+    settings = Settings(**{"steps": steps, "looks": 4, "batch": 6, "size": 16} | choices)
     return prior, schedules, FineTuning(prior, schedules, smooth_images(), settings)
 
 
@@ -150,7 +148,7 @@ def test_fine_tuning_shortens_gradients_of_pictures_that_are_out_of_the_way():
 
 
 def test_fine_tuning_leaves_a_blank_picture_alone():
-    """Lines in the potentials pull at its edges.  Training on pictures that show nothing but this takes that off."""
+    """Lines in the potentials pull at its edges.  Where nothing else counts, that is taken off."""
     prior, schedules, _ = fine_tuning(1)
     dataset = Dataset("blank", ("a",), (np.full((1, 40, 40), 99, np.uint8),))
     settings = Settings(steps=150, looks=12, batch=2, size=16, lr=3e-2, lr_schedules=0, average=0.5)

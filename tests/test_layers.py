@@ -15,7 +15,8 @@ PACKAGE = Path(gncprior.__file__).parent
 # Rooms in the order of the theory. A package is one room. New rooms are added where they belong.
 ROOMS = """
     errors buffers adjoint recipes
-    schedules mixtures native splines expansions filters arrays images symmetries deep_png exif picture_files metrics
+    schedules mixtures native splines expansions filters arrays images symmetries deep_png exif
+    picture_files metrics
     prior tiles checkpoints sensitivities passes
     fidelity
     solvers unrolled

@@ -20,8 +20,11 @@ be too long by that much, as long as the others make up for it.
 Derivatives are those of :func:`gncprior.unrolled_adjoint.squared_error`, whose memory does not depend
 on the number of steps.  The first batches, and one of 32 later, are only looked at, for the natural gradient
 by which filters and splines move (:mod:`gncprior.natural_gradient`); the few numbers of the schedules have
-AdaBelief.  Rates rise at first and then fall along a cosine, and the result is a moving average of what was
-passed.  Under ``torchrun`` the processes share every batch.
+AdaBelief.  Many steps in a row may blow up a rare picture, so the gradient of every picture is shortened to
+twice the usual length, in the units of the natural gradient.  A blank picture goes with every batch to denoise:
+the steps should leave it as it is, and learn from photographs alone to pull at the edges of what is flat.  Rates
+rise at first and then fall along a cosine, and the result is a moving average of what was passed.  Under
+``torchrun`` the processes share every batch.
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ from gncprior.workers import Workers
 
 NOISE, MOST = 0.1, 2.0  # σ that images are scaled to, and the largest scale
 LONGEST = 2.5  # η times the curvature of flat images, in inpainting
-LOOK_EVERY = 16  # batches
+LOOK_EVERY = 32  # batches
 MIDDLE = 128  # pixels along an edge of what tells how hard an image is
 # Steps of the joint scheme with that share of pixels missing: with one layer slopes differ more between
 # pictures, and on a slow way down some would come to rest.
@@ -128,9 +131,9 @@ class FineTuning:
         ]
         filters, splines = list(self.prior.filters), [s.weight for s in self.prior._splines()]
         schedule = [s.free for s in self.schedules]
-        # parts of splines that few images reach must not move far for one that does
-        dampings = [1e-3] * len(filters) + [1e-2] * len(splines)
-        self.model = NaturalGradient([*filters, *splines], dampings)
+        # parts of splines that few images reach must not move far for one that does, and filters not at random
+        # in directions that hardly matter
+        self.model = NaturalGradient([*filters, *splines], [1e-2] * (len(filters) + len(splines)))
         self.schedule = AdaBelief(schedule)
         self.tensors = [*filters, *splines, *schedule]
         self.average = Average(self.tensors, settings.average)
@@ -187,8 +190,7 @@ class FineTuning:
     def _add(self, total: Tensor, problem: Problem, s: Tensor, usual: Tensor) -> None:
         """Add to ``total`` the gradient of one picture, and its loss, the length of the gradient and one.
 
-        A gradient of more than twice the usual length is shortened, and one that is not finite passed over:
-        many steps in a row may blow up a rare picture, and one such gradient would spoil hundreds of steps.
+        A gradient of more than twice the usual length is shortened, and one that is not finite passed over.
         """
         t_hats, etas = self._zero_grad()
         times, sizes = t_hats.detach()[:, s], etas.detach()[:, s]

@@ -78,8 +78,9 @@ def denoise(
 
     ``data_range`` says what stands for 1 in float pictures (default 1; values outside are legal).
     ``half`` lets the inner filters of deep priors multiply in bfloat16, where the processor has that: a
-    fraction of the time, for an error far below a grey level of a byte picture.  ``views`` of 2, 4 or 8 restore
-    the picture turned, too, and take the mean: a little better, and as many times as long (:mod:`gncprior.symmetries`).
+    fraction of the time, for an error far below a grey level of a byte picture.
+    ``views`` of 2, 4 or 8 restore the picture turned, too, and take the mean: a little better, and as many times
+    as long (:mod:`gncprior.symmetries`).
     ``tile`` is the side of the parts that are worked on, which the result does not depend on.
     ``trace`` is given the history of every part, and ``progress`` is told how many are done.
     """

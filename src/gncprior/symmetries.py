@@ -1,9 +1,9 @@
 """The eight symmetries of a square, and means over them.
 
 A prior that was learned from pictures in all positions still answers a little differently to a picture that
-was turned.  What it makes of the turned picture, turned back, is another restoration of the first one, and the mean
-of several is better than each: part of their errors differ.  The first of two, four and eight views are the picture
-itself, a quarter turn, the other rotations, and the mirror images.
+was turned.  What it makes of the turned picture, turned back, is another restoration of the first one, and the
+mean of several is better than each, as their errors differ in part.  Two views are the picture itself and a
+quarter turn, four all rotations, and eight the mirror images too.
 """
 
 from __future__ import annotations

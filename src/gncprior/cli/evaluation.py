@@ -25,7 +25,9 @@ Data = Annotated[
 ]
 Views = Annotated[
     Literal[1, 2, 4, 8],
-    Parameter(help="Mean over the picture as it is and turned: slightly better, as many times as slow."),
+    Parameter(
+        help="Mean over the picture as it is and turned: slightly better, as many times as slow."
+    ),
 ]
 _HEADS = {
     "psnr": "PSNR", "psnr_clipped": "clipped", "ssim": "SSIM", "seconds": "s/image",
@@ -114,7 +116,15 @@ def evaluate(
     def restoration(level: float) -> "Restore":
         first = start * level**2 if relative and start is not None else start
         restore = evaluation.restoration(
-            model, task, level, method, steps=steps, t0=first, learned=learned, half=half, views=views
+            model,
+            task,
+            level,
+            method,
+            steps=steps,
+            t0=first,
+            learned=learned,
+            half=half,
+            views=views,
         )
         return evaluation.channelwise(restore) if colour and grey else restore
 
