@@ -153,8 +153,8 @@ def test_the_halo_is_enough_for_many_steps():
     scheme = Scheme(prior, torch.linspace(2 * math.log(0.1), math.log(1e-4), 30), None)
     mask = torch.rand(page.shape, generator=torch.Generator().manual_seed(0)) < 0.8
     for term in (
-        lambda z: Denoising(z, 0.1),
-        lambda z: Inpainting(z, mask[:, None, :, : z.shape[-1]]),
+        lambda z, _: Denoising(z, 0.1),
+        lambda z, _: Inpainting(z, mask[:, None, :, : z.shape[-1]]),
     ):
         whole = scheme.run(page, term, None)
         part = scheme.run(page[..., : 230 + ENOUGH], term, None)
