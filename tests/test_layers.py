@@ -17,7 +17,7 @@ ROOMS = """
     errors buffers adjoint recipes
     schedules mixtures native splines expansions filters arrays images symmetries deep_png exif
     picture_files metrics
-    prior tiles checkpoints sensitivities passes
+    prior tiles checkpoints passes sensitivities
     fidelity
     solvers unrolled
     tangents score_matching calibration balance noise_reading convexity tails deepening

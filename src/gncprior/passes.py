@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gncprior.expansions import Expansion
 from gncprior.native import kernels, training
-from gncprior.splines import differentiate_transpose, evaluate_into, soft_histogram
+from gncprior.splines import Collapsed, differentiate_transpose, evaluate_into, soft_histogram
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Pass:
     u: Tensor
     kz: Tensor
     u_dot: Tensor | None
-    phi: Expansion
+    phi: Collapsed
     mixed: Tensor | None
     w: float
 

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from gncprior.buffers import Buffers
 from gncprior.filters import convolve_into, convolve_transpose_into, weight_grad_into, zero_mean
+from gncprior.passes import Pass, adjoints
 from gncprior.prior import Prior
-from gncprior.splines import differentiate_transpose, evaluate_into, scatter
+from gncprior.splines import evaluate_into
 
 
 @torch.no_grad()
@@ -47,15 +48,15 @@ def gradient_adjoint(
         return buffers.get(name, (2 * images, *shape[1:]), x)
 
     inputs = [torch.cat([x, v], out=buffers.get("inputs 0", (2 * images, *x.shape[1:]), x))]
-    features, outputs = [], []  # [u, u̇] and [ġ, g], which are φ'' and φ' at first
+    features, outputs = [], []  # [u, u̇] and [ġ, g], of which g is φ' at first
     for i, (k, phi) in enumerate(zip(filters, layers, strict=True)):
         features.append(convolve_into(inputs[i], k, pairs(f"features {i}"), half and i > 0))
         outputs.append(pairs(f"outputs {i}"))
-        (u, du), (curvature, slope) = features[i].split(images), outputs[i].split(images)
+        (u, du), (_, slope) = features[i].split(images), outputs[i].split(images)
         if i < last:
             inputs.append(pairs(f"inputs {i + 1}"))
         h, dh = inputs[i + 1].split(images) if i < last else (None, None)
-        evaluate_into(u, phi.tables[0], phi.inverse_gamma, h, slope, curvature)
+        evaluate_into(u, phi.tables[0], phi.inverse_gamma, h, slope)
         if dh is not None:
             torch.mul(slope, du, out=dh)
 
@@ -66,16 +67,10 @@ def gradient_adjoint(
     for i in reversed(range(last + 1)):
         phi, k = layers[i], filters[i]
         (u, du), (dg, g) = features[i].split(images), outputs[i].split(images)
-        ua = du if a is None else du.mul_(a)
-        dg.mul_(ua)
-        if a is not None and da is not None:
-            dg.addcmul_(g, da)
+        at = Pass(u, du, None, phi, None, 0.0)
+        moments = adjoints(at, a, da, None, dg, dg).value
+        if a is not None:
             g.mul_(a)
-        moments = differentiate_transpose(
-            scatter(u, ua, phi.inverse_gamma, phi.knots), phi.inverse_gamma
-        )
-        if da is not None:
-            moments += scatter(u, da, phi.inverse_gamma, phi.knots)
         mixed += (phi.tables[1].detach() * moments).sum((1, 2, 3))
         if parameters:
             table_grads.insert(0, moments.to(x.dtype))
