@@ -67,8 +67,9 @@ def gradient_adjoint(
     for i in reversed(range(last + 1)):
         phi, k = layers[i], filters[i]
         (u, du), (dg, g) = features[i].split(images), outputs[i].split(images)
-        at = Pass(u, du, None, phi, None, 0.0)
-        moments = adjoints(at, a, da, None, dg, dg).value
+        # u̇, a and ȧ in the places of Kz, A and P: then p is ġ and the moments are M(ȧ) + Dᵀ M(a u̇)
+        at = Pass(u, kz=du, u_dot=None, phi=phi, mixed=None, w=0.0)
+        moments = adjoints(at, a, da, None, dg, dg).value  # without u_dot no q is written
         if a is not None:
             g.mul_(a)
         mixed += (phi.tables[1].detach() * moments).sum((1, 2, 3))
