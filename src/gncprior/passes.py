@@ -1,9 +1,8 @@
 """What is done to every pixel of a layer between two convolutions of :mod:`gncprior.tangents`.
 
 The formulas and the letters are those of its docstring; :mod:`gncprior.sensitivities` needs the part of
-them that has no t̂.  The native kernels do each pass in one go, with
-all that is between its inputs and outputs in the first-level cache; the functions named reference write
-the same down in torch.
+them that has no t̂.  The native kernels do each pass in one go, with all that is between its inputs and
+outputs in the first-level cache; the functions named reference write the same down in torch.
 """
 
 from __future__ import annotations
